@@ -1,0 +1,226 @@
+"""The library path: collectives on CPU tensors over MPI, for any group size, uneven sizes included.
+
+Every function has the same shape: check the arguments, return the input for a group of one, agree (SPMD_CHECK=1), call
+MPI on contiguous memory, record. The output never aliases the input unless `out=` says so, and the input may be changed
+right after the call. Sums of fp16 and bf16 are made in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from spmd._cpu import monotonic_ns
+from spmd.control.agree import wait
+from spmd.control.mpi import Group
+from spmd.control.record import recorder
+from spmd.errors import InputError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
+_HALF = (torch.float16, torch.bfloat16)
+_LIMIT = 2**31 - 1  # elements of one MPI call
+
+
+def describe(x: torch.Tensor, but: int | None = None) -> str:
+    """Type and shape as signatures show them: bf16[16,576], the size of dimension `but` as *."""
+    shape = ",".join("*" if dim == but else str(size) for dim, size in enumerate(x.shape))
+    return f"{_NAMES.get(x.dtype, x.dtype)}[{shape}]"
+
+
+def _check(op: str, group: Group, x: torch.Tensor) -> None:
+    if x.dtype not in _NAMES or x.device.type != "cpu":
+        raise InputError(
+            f"{op} on {group.name}: {describe(x)} on {x.device} is not supported; "
+            f"use a CPU tensor of {', '.join(_NAMES.values())}"
+        )
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    """A contiguous tensor's memory as MPI sees it; half types as 16-bit words (they are moved, never summed, there)."""
+    return (x.view(torch.int16) if x.dtype in _HALF else x).numpy()
+
+
+def _call(op: str, group: Group, nbytes: int, blocking: Callable, non_blocking: Callable, *args: Any) -> None:
+    """One MPI collective. With more ranks than cores the wait gives the core away instead of spinning."""
+    start = monotonic_ns()
+    if group.crowded:
+        wait([non_blocking(*args)], late=lambda: f"{op} on {group.name}: a rank has not arrived (SPMD_CHECK=1 names it)")
+    else:
+        blocking(*args)
+    recorder.add(op, group.name, nbytes, start)
+
+
+def _front(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.movedim(dim, 0).contiguous()
+
+
+def _back(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.movedim(0, dim).contiguous()
+
+
+def _counts(op: str, group: Group, sizes: Sequence[int], rest: int) -> list[int]:
+    """Rows to elements, checked against what one MPI call can count."""
+    if len(sizes) != group.size or min(sizes) < 0:
+        raise InputError(f"{op} on {group.name}: sizes {list(sizes)} must be {group.size} numbers, none below 0")
+    if sum(sizes) * rest > _LIMIT:
+        raise InputError(f"{op} on {group.name}: {sum(sizes) * rest} elements exceed the {_LIMIT} of one MPI call")
+    return [size * rest for size in sizes]
+
+
+def _rest(x: torch.Tensor) -> int:
+    """Elements of one row of a tensor whose rows come first."""
+    return int(np.prod(x.shape[1:], dtype=np.int64))
+
+
+def all_reduce(x: torch.Tensor, group: Group, *, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum (or "max", "min") of everybody's `x`, on every rank.
+
+    x: any shape, equal on all ranks; fp32, fp16, bf16 (summed in fp32), int32, int64. `out=x` works in place.
+    """
+    if group.size == 1:
+        return x if out is None or out is x else out.copy_(x)
+    _check("all_reduce", group, x)
+    group.agree(f"all_reduce {op} {describe(x)}")
+    from mpi4py import MPI
+
+    operations = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+    if op not in operations:
+        raise InputError(f"all_reduce on {group.name}: op {op!r} is none of {', '.join(operations)}")
+    work = x.float() if x.dtype in _HALF else x
+    if out is not x or not work.is_contiguous():
+        work = work.clone(memory_format=torch.contiguous_format) if work is x else work.contiguous()
+    flat = work.reshape(-1).numpy()
+    comm = group.data
+    for at in range(0, flat.size, _LIMIT):
+        piece = flat[at : at + _LIMIT]
+        _call("all_reduce", group, x.nbytes, comm.Allreduce, comm.Iallreduce, MPI.IN_PLACE, piece, operations[op])
+    if out is None:
+        return work.to(x.dtype)
+    return out if work is out else out.copy_(work)
+
+
+def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """Everybody's `x` concatenated along `dim`, in group order, on every rank.
+
+    sizes: x.shape[dim] of every rank, 0 allowed (None: all equal); the other dimensions are equal on all ranks.
+    """
+    if group.size == 1:
+        return x
+    _check("all_gather", group, x)
+    dim %= x.dim()
+    if sizes is not None and (len(sizes) != group.size or sizes[group.rank] != x.shape[dim]):
+        raise InputError(
+            f"all_gather on {group.name}: rank {group.ranks[group.rank]} has {x.shape[dim]} along dim {dim}, "
+            f"but sizes {list(sizes)} (index {group.rank})"
+        )
+    sizes = [x.shape[dim]] * group.size if sizes is None else sizes
+    group.agree(f"all_gather {describe(x, dim)} dim {dim} sizes {list(sizes)}")
+    mine = _front(x, dim)
+    counts = _counts("all_gather", group, sizes, _rest(mine))
+    whole = mine.new_empty((sum(sizes), *mine.shape[1:]))
+    if sum(counts):
+        comm = group.data
+        received = [_array(whole), counts]
+        _call("all_gather", group, x.nbytes, comm.Allgatherv, comm.Iallgatherv, _array(mine), received)
+    return _back(whole, dim)
+
+
+def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """Sum everybody's `x` and cut it along `dim`: rank i gets its i-th part.
+
+    x: equal shape on all ranks. sizes: rows of every rank's part, 0 allowed, summing to x.shape[dim] (None: equal parts).
+    """
+    if group.size == 1:
+        return x
+    _check("reduce_scatter", group, x)
+    dim %= x.dim()
+    if sizes is None and x.shape[dim] % group.size:
+        raise InputError(
+            f"reduce_scatter on {group.name}: {x.shape[dim]} along dim {dim} do not divide by {group.size} ranks: give sizes"
+        )
+    sizes = [x.shape[dim] // group.size] * group.size if sizes is None else sizes
+    if sum(sizes) != x.shape[dim]:
+        raise InputError(f"reduce_scatter on {group.name}: sizes {list(sizes)} do not sum to {x.shape[dim]} (dim {dim})")
+    group.agree(f"reduce_scatter {describe(x)} dim {dim} sizes {list(sizes)}")
+    from mpi4py import MPI
+
+    work = _front(x.float() if x.dtype in _HALF else x, dim)
+    counts = _counts("reduce_scatter", group, sizes, _rest(work))
+    mine = work.new_empty((sizes[group.rank], *work.shape[1:]))
+    if sum(counts):
+        comm = group.data
+        args = (work.numpy(), mine.numpy(), counts, MPI.SUM)
+        _call("reduce_scatter", group, x.nbytes, comm.Reduce_scatter, comm.Ireduce_scatter, *args)
+    return _back(mine.to(x.dtype), dim)
+
+
+def all_to_all(
+    x: torch.Tensor,
+    group: Group,
+    *,
+    dim: int = 0,
+    send_sizes: Sequence[int] | None = None,
+    recv_sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Cut `x` along `dim`, send the i-th part to rank i, and concatenate what arrives, in group order.
+
+    send_sizes: parts of x, 0 allowed, summing to x.shape[dim] (None: equal). recv_sizes: what the others send here
+    (None: equal to send_sizes when those are None too, else asked of the others).
+    """
+    if group.size == 1:
+        return x
+    _check("all_to_all", group, x)
+    dim %= x.dim()
+    if send_sizes is None and x.shape[dim] % group.size:
+        raise InputError(
+            f"all_to_all on {group.name}: {x.shape[dim]} along dim {dim} do not divide by {group.size} ranks: give send_sizes"
+        )
+    equal = send_sizes is None
+    send_sizes = [x.shape[dim] // group.size] * group.size if send_sizes is None else send_sizes
+    if sum(send_sizes) != x.shape[dim]:
+        raise InputError(
+            f"all_to_all on {group.name}: send_sizes {list(send_sizes)} do not sum to {x.shape[dim]} (dim {dim})"
+        )
+    group.agree(f"all_to_all {describe(x, None if equal else dim)} dim {dim}")
+    comm = group.data
+    if recv_sizes is None:
+        recv_sizes = list(send_sizes) if equal else _exchange_sizes(comm, send_sizes)
+    mine = _front(x, dim)
+    sent, received = (_counts("all_to_all", group, s, _rest(mine)) for s in (send_sizes, recv_sizes))
+    whole = mine.new_empty((sum(recv_sizes), *mine.shape[1:]))
+    args = ([_array(mine), sent], [_array(whole), received])
+    _call("all_to_all", group, x.nbytes, comm.Alltoallv, comm.Ialltoallv, *args)
+    return _back(whole, dim)
+
+
+def _exchange_sizes(comm: MPI.Comm, sizes: Sequence[int]) -> list[int]:
+    mine, theirs = np.array(sizes, np.int64), np.empty(len(sizes), np.int64)
+    wait([comm.Ialltoall(mine, theirs)])
+    return theirs.tolist()
+
+
+def broadcast(x: torch.Tensor, group: Group, *, root: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The `x` of group rank `root` on every rank; elsewhere x gives shape and dtype only. `out=x` works in place."""
+    if group.size == 1:
+        return x if out is None or out is x else out.copy_(x)
+    _check("broadcast", group, x)
+    if not 0 <= root < group.size:
+        raise InputError(f"broadcast on {group.name}: root {root} is outside 0 ... {group.size - 1}")
+    group.agree(f"broadcast {describe(x)} root {root}")
+    work = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    flat, comm = _array(work.reshape(-1)), group.data
+    for at in range(0, flat.size, _LIMIT):
+        _call("broadcast", group, x.nbytes, comm.Bcast, comm.Ibcast, flat[at : at + _LIMIT], root)
+    return work if out is None or work is out else out.copy_(work)

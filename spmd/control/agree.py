@@ -1,0 +1,131 @@
+"""How ranks find out that they disagree, or that one of them is missing, instead of hanging.
+
+Under SPMD_CHECK=1 every collective first sends one short text, its signature ("all_reduce bf16[16,576]"), to the first
+rank of the group, which compares them and answers. A difference or a missing rank becomes one line on every rank that
+can still speak. Without it a wait still has a deadline, but cannot say who is late.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spmd._cpu import monotonic_ns, relax
+from spmd.errors import DeadlineError, DesyncError, InputError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_WIDTH = 512  # bytes of a signature or a verdict on the wire; longer texts are cut
+_GRACE = 5.0  # seconds that the others give the first rank to send its verdict after their own deadline
+
+
+def checking() -> bool:
+    """Whether collectives agree on their signature first: SPMD_CHECK=1."""
+    return os.environ.get("SPMD_CHECK", "0") == "1"
+
+
+def default_timeout() -> float:
+    """Seconds a rank waits for the others: SPMD_TIMEOUT, default 300."""
+    text = os.environ.get("SPMD_TIMEOUT", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise InputError(f"SPMD_TIMEOUT must be a number of seconds above 0, but is {text!r}")
+    return seconds
+
+
+def wait(requests: Sequence[MPI.Request], timeout: float | None = None, late: Callable[[], str] | None = None) -> None:
+    """Wait for MPI requests, giving the core away meanwhile. DeadlineError after `timeout` seconds (None: SPMD_TIMEOUT).
+
+    `late` says, when time is up, who or what is missing.
+    """
+    from mpi4py import MPI
+
+    if MPI.Request.Testall(requests):
+        return
+    limit = default_timeout() if timeout is None else timeout
+    deadline = monotonic_ns() + int(min(limit, 1e9) * 1e9)
+    for turn in count():
+        if MPI.Request.Testall(requests):
+            return
+        if turn > 256 and monotonic_ns() > deadline:
+            what = late() if late else "a rank has not arrived (SPMD_CHECK=1 names it)"
+            raise DeadlineError(f"{what}: gave up after {limit:g} s (SPMD_TIMEOUT)")
+        relax(turn)
+
+
+def _pack(text: str) -> np.ndarray:
+    data = text.encode()[:_WIDTH]
+    return np.frombuffer(data.ljust(_WIDTH, b"\0"), dtype=np.uint8).copy()
+
+
+def _unpack(data: np.ndarray) -> str:
+    return data.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+class Agreement:
+    """The signature check of one group. `ranks` are the global numbers of its members, for the messages."""
+
+    def __init__(self, comm: MPI.Comm, name: str, ranks: Sequence[int]) -> None:
+        self._comm, self._name, self._ranks = comm, name, ranks
+        self._calls = 0
+
+    def check(self, text: str) -> None:
+        """Collective. DesyncError on every rank if one brings another text; DeadlineError if one does not come."""
+        call, self._calls = self._calls, self._calls + 1
+        op = text.split(" ", 1)[0]
+        here = f"{op} #{call} on {self._name}"
+        if self._comm.rank == 0:
+            verdict, arrived = self._judge(text, here)
+            answer = _pack(verdict)
+            wait([self._comm.Isend(answer, peer, tag=1) for peer in arrived if peer], _GRACE)
+        else:
+            mine, answer = _pack(text), np.empty(_WIDTH, np.uint8)
+            requests = [self._comm.Isend(mine, 0, tag=0), self._comm.Irecv(answer, 0, tag=1)]
+            wait(requests, default_timeout() + _GRACE, lambda: f"{here}: rank {self._ranks[0]} has not arrived")
+            verdict = _unpack(answer)
+        if verdict:
+            kind = DeadlineError if verdict.startswith("late ") else DesyncError
+            raise kind(verdict.split(" ", 1)[1])
+
+    def _judge(self, text: str, here: str) -> tuple[str, list[int]]:
+        """On the first rank: collect the texts and compare. Returns the verdict ("" is agreement) and who arrived."""
+        size = self._comm.size
+        inbox = [np.empty(_WIDTH, np.uint8) for _ in range(size)]
+        requests: list[Any] = [self._comm.Irecv(inbox[peer], peer, tag=0) for peer in range(1, size)]
+        try:
+            wait(requests)
+        except DeadlineError as error:
+            arrived = [0] + [peer for peer, request in enumerate(requests, 1) if request.Test()]
+            missing = [self._ranks[peer] for peer in range(size) if peer not in arrived]
+            return f"late {here}: {_say(missing)} not arrived{str(error)[str(error).rindex(':') :]}", arrived
+        texts = [text] + [_unpack(inbox[peer]) for peer in range(1, size)]
+        if len(set(texts)) == 1:
+            return "", list(range(size))
+        return f"desync {_difference(texts, self._ranks, here)}", list(range(size))
+
+
+def _say(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+
+
+def _difference(texts: list[str], ranks: Sequence[int], here: str) -> str:
+    """Who differs from the majority: 'all_reduce #41 on tp: rank 3 called X, the others Y'."""
+    usual = Counter(texts).most_common(1)[0][0]
+    here = here.replace(here.split(" ", 1)[0], usual.split(" ", 1)[0], 1)
+    odd: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        if text != usual:
+            odd.setdefault(text, []).append(rank)
+    called = "; ".join(
+        f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))} called {text}" for text, who in odd.items()
+    )
+    return f"{here}: {called}, the others {usual}"

@@ -1,0 +1,138 @@
+"""How a command ends: one message, one exit code, on every rank, whatever one of them ran into."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from spmd import errors
+from spmd.control import mpi, objects
+from spmd.errors import DeadlineError, DesyncError, InputError, SpmdError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_MEET = 5.0  # seconds a failed rank gives the others to fail as well before it ends the job
+
+
+def debug_level() -> int:
+    """SPMD_DEBUG: 1 shows tracebacks of errors that are one line otherwise; 0 (default) does not."""
+    text = os.environ.get("SPMD_DEBUG", "0")
+    return int(text) if text.isdigit() else 0
+
+
+@contextmanager
+def together(comm: MPI.Comm | None, timeout: float | None = None) -> Iterator[None]:
+    """Collective: either all ranks leave the block or all raise the same SpmdError, which names the odd ranks out."""
+    error: SpmdError | None = None
+    try:
+        yield
+    except SpmdError as raised:
+        error = raised
+    if comm is not None and comm.size > 1:
+        error = _merge(objects.allgather(comm, _describe(error), timeout=timeout), error)
+    if error is not None:
+        raise error
+
+
+def _describe(error: SpmdError | None) -> tuple[str, str] | None:
+    return None if error is None else (type(error).__name__, str(error))
+
+
+def _merge(outcomes: list[tuple[str, str] | None], own: SpmdError | None) -> SpmdError | None:
+    """The one error all ranks raise: the first rank's, with the ranks it struck unless it struck all alike."""
+    failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
+    if not failed:
+        return None
+    first, (kind, text) = next(iter(failed.items()))
+    if len(failed) < len(outcomes) or len(set(failed.values())) > 1:
+        same = [rank for rank, outcome in failed.items() if outcome == (kind, text)]
+        who = f"rank {first}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
+        text = f"{who} of {len(outcomes)}: {text}"
+    merged = getattr(errors, kind, SpmdError)(text)
+    merged.__cause__ = own
+    return merged
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Run a command's main on every rank and leave the process.
+
+    An SpmdError that all ranks raise is printed once, by rank 0, and its exit code is everybody's. An error of some
+    ranks only, or any other exception, is printed by its rank and ends the whole job at once. Ctrl-C ends it with 130.
+    """
+    try:
+        main()
+        mpi_comm = _comm()
+        if mpi_comm is not None:
+            objects.allgather(mpi_comm, None)  # nobody leaves while another may still fail
+    except SpmdError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        _end(130)
+    except SystemExit:
+        raise
+    except BaseException:
+        who = f"rank {_rank()}: " if _size() > 1 else ""
+        sys.stderr.write(f"spmd: {who}unexpected error\n{traceback.format_exc()}")
+        _end(1)
+    sys.exit(0)
+
+
+def _fail(error: SpmdError) -> NoReturn:
+    if debug_level():
+        traceback.print_exception(error)
+    comm, merged = _comm(), error
+    if comm is not None and not isinstance(error, DeadlineError | DesyncError):
+        try:
+            merged = _merge(objects.allgather(comm, _describe(error), timeout=_MEET), error) or error
+        except DeadlineError:  # the others are somewhere else, and do not come
+            _print(f"rank {comm.rank}: {error}")
+            _end(error.exit_code)
+        if comm.rank == 0:
+            _print(str(merged))
+        sys.exit(merged.exit_code)
+    if comm is None:
+        _print(str(error))
+        sys.exit(error.exit_code)
+    time.sleep(0.2 * comm.rank)  # the first rank that can speak says it, the others only if it could not
+    _print(f"rank {comm.rank}: {error}")
+    _end(error.exit_code)
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(f"spmd: {text}\n")
+    sys.stderr.flush()
+
+
+def _comm() -> MPI.Comm | None:
+    """The job's private communicator, if MPI was started and there is more than one rank."""
+    if not mpi.world.cache_info().currsize:
+        return None
+    comm = mpi.world()
+    return comm if comm.size > 1 else None
+
+
+def _rank() -> int:
+    comm = _comm()
+    return comm.rank if comm is not None else 0
+
+
+def _size() -> int:
+    comm = _comm()
+    return comm.size if comm is not None else 1
+
+
+def _end(code: int) -> NoReturn:
+    if _comm() is None:
+        sys.exit(code)
+    mpi.abort(code)
+
+
+def bad_option(message: str) -> NoReturn:
+    """For argparse: an option error is an InputError like any other."""
+    raise InputError(message)

@@ -1,0 +1,133 @@
+"""MPI under the control plane: a private world, a launcher that fits, groups whose communicators are made at first use."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+
+from spmd.control.agree import Agreement, checking, wait
+from spmd.errors import InputError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# what the launchers of MPICH (hydra) and Open MPI (prterun) tell each process they start
+_LAUNCHER_SIZE = {"OMPI_COMM_WORLD_SIZE": "Open MPI", "PMI_SIZE": "MPICH"}
+
+
+@lru_cache(maxsize=1)
+def world() -> MPI.Intracomm:
+    """A private duplicate of MPI_COMM_WORLD, made at the first call (collective over the job).
+
+    InputError when the launcher and the MPI library do not belong together: N processes that each see a world of one.
+    """
+    from mpi4py import MPI
+
+    check_launcher(dict(os.environ), MPI.COMM_WORLD.size, MPI.Get_library_version())
+    return MPI.COMM_WORLD.Dup()
+
+
+def check_launcher(environment: dict[str, str], size: int, library: str) -> None:
+    """Compare what the launcher said with what the library sees; pure, so that it can be tested."""
+    for variable, launcher in _LAUNCHER_SIZE.items():
+        launched = environment.get(variable, "")
+        if size == 1 and launched.isdigit() and int(launched) > 1:
+            loaded = library.replace("\0", "").strip().splitlines()[0].split(",")[0].strip()
+            raise InputError(
+                f"{launched} ranks were launched by {launcher}'s mpirun, but mpi4py loaded {loaded} and sees 1: "
+                f"use {Path(sys.executable).parent}/mpirun, and keep one of mpich and openmpi in an environment"
+            )
+
+
+def abort(code: int) -> NoReturn:
+    """End every rank of the job now."""
+    from mpi4py import MPI
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)  # Abort does not return; this says so to readers and type checkers
+
+
+class Group:
+    """The ranks that meet along one axis. Two communicators, each made at first use by the members alone:
+    `comm` for objects and agreement, `data` for tensors, so that neither plane can match the other's messages.
+
+    Attributes: name (the axis), ranks (global numbers, ascending), rank (my index in it), size, crowded (more ranks
+    than cores on some host: waits give the core away).
+    """
+
+    def __init__(
+        self, parent: MPI.Intracomm | None, name: str, ranks: Sequence[int], rank: int, crowded: bool, tag: int
+    ) -> None:
+        self._parent, self._tag = parent, tag
+        self.name, self.ranks, self.rank, self.size, self.crowded = name, ranks, rank, len(ranks), crowded
+
+    def __repr__(self) -> str:
+        return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
+
+    def _create(self, tag: int) -> MPI.Intracomm:
+        from mpi4py import MPI
+
+        if self.size == 1:
+            return MPI.COMM_SELF.Dup()
+        assert self._parent is not None, "a group of several ranks has a parent"
+        members = self._parent.Get_group().Incl(list(self.ranks))
+        comm = self._parent.Create_group(members, tag)
+        members.Free()
+        return comm
+
+    @cached_property
+    def comm(self) -> MPI.Intracomm:
+        return self._create(2 * self._tag)
+
+    @cached_property
+    def data(self) -> MPI.Intracomm:
+        return self._create(2 * self._tag + 1)
+
+    @cached_property
+    def _agreement(self) -> Agreement:
+        return Agreement(self.comm, self.name, self.ranks)
+
+    def agree(self, signature: str) -> None:
+        """Under SPMD_CHECK=1: the same call with the same arguments on every rank, or one error on all of them."""
+        if self.size > 1 and checking():
+            self._agreement.check(signature)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Nobody leaves before all have come."""
+        if self.size > 1:
+            wait([self.comm.Ibarrier()], timeout)
+
+    def allgather_int64(self, values: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Fixed-length integers of every rank, in one message: [size, len(values)] int64."""
+        mine = np.ascontiguousarray(values, np.int64)
+        everyone = np.empty((self.size, *mine.shape), np.int64)
+        if self.size == 1:
+            everyone[0] = mine
+            return everyone
+        self.agree(f"allgather_int64 int64[{mine.size}]")
+        wait([self.comm.Iallgather(mine, everyone)])
+        return everyone
+
+    def broadcast_int64(self, values: Sequence[int] | np.ndarray, root: int = 0) -> np.ndarray:
+        """Root's integers on every rank, in one message; `values` gives the length everywhere."""
+        values = np.array(values, np.int64)
+        if self.size > 1:
+            self.agree(f"broadcast_int64 int64[{values.size}] root {root}")
+            wait([self.comm.Ibcast(values, root)])
+        return values
+
+    def close(self) -> None:
+        """Free both communicators (collective over the members)."""
+        for name in ("comm", "data"):
+            comm = self.__dict__.pop(name, None)
+            if comm is not None:
+                comm.Free()
+        self.__dict__.pop("_agreement", None)
