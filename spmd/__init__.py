@@ -7,13 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from spmd.collectives.allreduce import AllReduceParams
     from spmd.collectives.gather import allgather, alltoall, cp_allgather, reducescatter
     from spmd.control.distributed import Distributed
-    from spmd.nn.linear import AllReduceParams, Linear, TensorParallelMode
+    from spmd.nn.linear import Linear, TensorParallelMode
     from spmd.topology.mapping import CpType, Mapping
 
 _HOME = {
-    "AllReduceParams": "spmd.nn.linear",
+    "AllReduceParams": "spmd.collectives.allreduce",
     "CpType": "spmd.topology.mapping",
     "Distributed": "spmd.control.distributed",
     "Linear": "spmd.nn.linear",

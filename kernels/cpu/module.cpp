@@ -1,10 +1,13 @@
-// spmd._cpu: what a waiting rank needs from the machine. Pure host code, no Python objects inside a wait.
+// spmd._cpu: what a rank needs from the machine it runs on: a clock, a wait, and the row kernels. Tensors arrive as
+// addresses (a call with integers costs 0.2 us from Python); nn/rows.py is the only caller and checks them first.
 
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
 #include <ctime>
 #include <sched.h>
+
+#include "rows.h"
 
 namespace nb = nanobind;
 
@@ -39,10 +42,32 @@ void relax(std::int64_t turn) {
     }
 }
 
+using Address = std::uintptr_t;
+
+void rms_norm(Address x, Address residual, Address weight, Address y, Address sum, std::int64_t rows, std::int64_t n,
+              float eps, int dtype) {
+    auto at = [](Address a) { return reinterpret_cast<void*>(a); };
+    spmd::row_kernels().rms_norm(at(x), at(residual), at(weight), at(y), at(sum), rows, n, eps, dtype);
+}
+
+void swiglu(Address gate_up, Address y, std::int64_t rows, std::int64_t n, int dtype) {
+    spmd::row_kernels().swiglu(reinterpret_cast<const void*>(gate_up), reinterpret_cast<void*>(y), rows, n, dtype);
+}
+
+void rotate_store(Address qkv, Address rotation, Address cache, std::int64_t rows, std::int64_t heads,
+                  std::int64_t kv_heads, std::int64_t d, int dtype) {
+    spmd::row_kernels().rotate_store(reinterpret_cast<void*>(qkv), reinterpret_cast<const float*>(rotation),
+                                     reinterpret_cast<void*>(cache), rows, heads, kv_heads, d, dtype);
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
-    m.doc() = "Host primitives of the data plane: clock and waits.";
+    m.doc() = "Host primitives: clock, waits, row kernels.";
+    m.attr("isa") = spmd::row_kernels_isa();
+    m.def("rms_norm", &rms_norm, "See rows.h; residual 0: none.");
+    m.def("swiglu", &swiglu, "See rows.h.");
+    m.def("rotate_store", &rotate_store, "See rows.h.");
     m.def("monotonic_ns", &monotonic_ns, "Nanoseconds of CLOCK_MONOTONIC: comparable between the processes of a host.");
     m.def("relax", &relax, nb::arg("turn"), nb::call_guard<nb::gil_scoped_release>(),
           "Wait a little: turn counts the polls so far; pause first, then yield the core, then sleep 50 us.");

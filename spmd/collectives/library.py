@@ -8,6 +8,7 @@ right after the call. Sums of fp16 and bf16 are made in fp32 and rounded once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,23 +41,35 @@ def describe(x: torch.Tensor, but: int | None = None) -> str:
 
 
 def _check(op: str, group: Group, x: torch.Tensor) -> None:
-    if x.dtype not in _NAMES or x.device.type != "cpu":
+    if x.dtype not in _NAMES or not x.is_cpu:
         raise InputError(
             f"{op} on {group.name}: {describe(x)} on {x.device} is not supported; "
             f"use a CPU tensor of {', '.join(_NAMES.values())}"
         )
 
 
-def _array(x: torch.Tensor) -> np.ndarray:
-    """A contiguous tensor's memory as MPI sees it; half types as 16-bit words (they are moved, never summed, there)."""
-    return (x.view(torch.int16) if x.dtype in _HALF else x).numpy()
+@cache
+def _mpi() -> tuple[Any, dict[torch.dtype, MPI.Datatype], dict[str, MPI.Op], Any]:
+    """What calls need of mpi4py, looked up once: an import statement in a call costs a microsecond."""
+    from mpi4py import MPI
+
+    word = MPI.INT16_T  # half types are moved as 16-bit words, never summed by MPI
+    types = {torch.float32: MPI.FLOAT, torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T}
+    types |= {torch.float16: word, torch.bfloat16: word}
+    return MPI.buffer.fromaddress, types, {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}, MPI.IN_PLACE
+
+
+def _memory(x: torch.Tensor, counts: int | list[int] | None = None) -> list[Any]:
+    """A contiguous tensor as an MPI message of `counts` elements (default: all). Half the price of a NumPy view."""
+    from_address, types, _, _ = _mpi()
+    return [from_address(x.data_ptr(), x.nbytes), x.numel() if counts is None else counts, types[x.dtype]]
 
 
 def _call(op: str, group: Group, nbytes: int, blocking: Callable, non_blocking: Callable, *args: Any) -> None:
     """One MPI collective. With more ranks than cores the wait gives the core away instead of spinning."""
     start = monotonic_ns()
     if group.crowded:
-        wait([non_blocking(*args)], late=lambda: f"{op} on {group.name}: a rank has not arrived (SPMD_CHECK=1 names it)")
+        wait([non_blocking(*args)])
     else:
         blocking(*args)
     recorder.add(op, group.name, nbytes, start)
@@ -74,9 +87,13 @@ def _counts(op: str, group: Group, sizes: Sequence[int], rest: int) -> list[int]
     """Rows to elements, checked against what one MPI call can count."""
     if len(sizes) != group.size or min(sizes) < 0:
         raise InputError(f"{op} on {group.name}: sizes {list(sizes)} must be {group.size} numbers, none below 0")
-    if sum(sizes) * rest > _LIMIT:
-        raise InputError(f"{op} on {group.name}: {sum(sizes) * rest} elements exceed the {_LIMIT} of one MPI call")
+    _check_count(op, group, sum(sizes) * rest)
     return [size * rest for size in sizes]
+
+
+def _check_count(op: str, group: Group, count: int) -> None:
+    if count > _LIMIT:
+        raise InputError(f"{op} on {group.name}: {count} elements exceed the {_LIMIT} of one MPI call: cut the tensor")
 
 
 def _rest(x: torch.Tensor) -> int:
@@ -92,23 +109,24 @@ def all_reduce(x: torch.Tensor, group: Group, *, op: str = "sum", out: torch.Ten
     if group.size == 1:
         return x if out is None or out is x else out.copy_(x)
     _check("all_reduce", group, x)
-    group.agree(f"all_reduce {op} {describe(x)}")
-    from mpi4py import MPI
-
-    operations = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
-    if op not in operations:
-        raise InputError(f"all_reduce on {group.name}: op {op!r} is none of {', '.join(operations)}")
+    if op not in ("sum", "max", "min"):
+        raise InputError(f"all_reduce on {group.name}: op {op!r} is none of sum, max, min")
+    if group.checked:
+        group.agree(f"all_reduce {op} {describe(x)}")
     work = x.float() if x.dtype in _HALF else x
-    if out is not x or not work.is_contiguous():
-        work = work.clone(memory_format=torch.contiguous_format) if work is x else work.contiguous()
-    flat = work.reshape(-1).numpy()
-    comm = group.data
-    for at in range(0, flat.size, _LIMIT):
-        piece = flat[at : at + _LIMIT]
-        _call("all_reduce", group, x.nbytes, comm.Allreduce, comm.Iallreduce, MPI.IN_PLACE, piece, operations[op])
-    if out is None:
-        return work.to(x.dtype)
-    return out if work is out else out.copy_(work)
+    if not (work.is_contiguous() and (out is x or work is not x)):
+        work = work.clone(memory_format=torch.contiguous_format)
+    _check_count("all_reduce", group, work.numel())
+    _, _, reductions, in_place = _mpi()
+    message, start = _memory(work), monotonic_ns()
+    if group.crowded:
+        wait([group.data.Iallreduce(in_place, message, reductions[op])])
+    else:
+        group.data.Allreduce(in_place, message, reductions[op])
+    recorder.add("all_reduce", group.name, x.nbytes, start)
+    if work is out:
+        return out
+    return work.to(x.dtype) if out is None else out.copy_(work)
 
 
 def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -126,14 +144,14 @@ def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[i
             f"but sizes {list(sizes)} (index {group.rank})"
         )
     sizes = [x.shape[dim]] * group.size if sizes is None else sizes
-    group.agree(f"all_gather {describe(x, dim)} dim {dim} sizes {list(sizes)}")
+    if group.checked:
+        group.agree(f"all_gather {describe(x, dim)} dim {dim} sizes {list(sizes)}")
     mine = _front(x, dim)
     counts = _counts("all_gather", group, sizes, _rest(mine))
     whole = mine.new_empty((sum(sizes), *mine.shape[1:]))
     if sum(counts):
         comm = group.data
-        received = [_array(whole), counts]
-        _call("all_gather", group, x.nbytes, comm.Allgatherv, comm.Iallgatherv, _array(mine), received)
+        _call("all_gather", group, x.nbytes, comm.Allgatherv, comm.Iallgatherv, _memory(mine), _memory(whole, counts))
     return _back(whole, dim)
 
 
@@ -153,15 +171,14 @@ def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequen
     sizes = [x.shape[dim] // group.size] * group.size if sizes is None else sizes
     if sum(sizes) != x.shape[dim]:
         raise InputError(f"reduce_scatter on {group.name}: sizes {list(sizes)} do not sum to {x.shape[dim]} (dim {dim})")
-    group.agree(f"reduce_scatter {describe(x)} dim {dim} sizes {list(sizes)}")
-    from mpi4py import MPI
-
+    if group.checked:
+        group.agree(f"reduce_scatter {describe(x)} dim {dim} sizes {list(sizes)}")
     work = _front(x.float() if x.dtype in _HALF else x, dim)
     counts = _counts("reduce_scatter", group, sizes, _rest(work))
     mine = work.new_empty((sizes[group.rank], *work.shape[1:]))
     if sum(counts):
         comm = group.data
-        args = (work.numpy(), mine.numpy(), counts, MPI.SUM)
+        args = (_memory(work), _memory(mine), counts, _mpi()[2]["sum"])
         _call("reduce_scatter", group, x.nbytes, comm.Reduce_scatter, comm.Ireduce_scatter, *args)
     return _back(mine.to(x.dtype), dim)
 
@@ -193,14 +210,15 @@ def all_to_all(
         raise InputError(
             f"all_to_all on {group.name}: send_sizes {list(send_sizes)} do not sum to {x.shape[dim]} (dim {dim})"
         )
-    group.agree(f"all_to_all {describe(x, None if equal else dim)} dim {dim}")
+    if group.checked:
+        group.agree(f"all_to_all {describe(x, None if equal else dim)} dim {dim}")
     comm = group.data
     if recv_sizes is None:
         recv_sizes = list(send_sizes) if equal else _exchange_sizes(comm, send_sizes)
     mine = _front(x, dim)
     sent, received = (_counts("all_to_all", group, s, _rest(mine)) for s in (send_sizes, recv_sizes))
     whole = mine.new_empty((sum(recv_sizes), *mine.shape[1:]))
-    args = ([_array(mine), sent], [_array(whole), received])
+    args = (_memory(mine, sent), _memory(whole, received))
     _call("all_to_all", group, x.nbytes, comm.Alltoallv, comm.Ialltoallv, *args)
     return _back(whole, dim)
 
@@ -218,9 +236,9 @@ def broadcast(x: torch.Tensor, group: Group, *, root: int = 0, out: torch.Tensor
     _check("broadcast", group, x)
     if not 0 <= root < group.size:
         raise InputError(f"broadcast on {group.name}: root {root} is outside 0 ... {group.size - 1}")
-    group.agree(f"broadcast {describe(x)} root {root}")
+    if group.checked:
+        group.agree(f"broadcast {describe(x)} root {root}")
     work = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    flat, comm = _array(work.reshape(-1)), group.data
-    for at in range(0, flat.size, _LIMIT):
-        _call("broadcast", group, x.nbytes, comm.Bcast, comm.Ibcast, flat[at : at + _LIMIT], root)
+    _check_count("broadcast", group, work.numel())
+    _call("broadcast", group, x.nbytes, group.data.Bcast, group.data.Ibcast, _memory(work), root)
     return work if out is None or work is out else out.copy_(work)

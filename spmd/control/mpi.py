@@ -60,7 +60,7 @@ class Group:
     `comm` for objects and agreement, `data` for tensors, so that neither plane can match the other's messages.
 
     Attributes: name (the axis), ranks (global numbers, ascending), rank (my index in it), size, crowded (more ranks
-    than cores on some host: waits give the core away).
+    than cores on some host: waits give the core away), checked (SPMD_CHECK=1 when the group was made).
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Group:
     ) -> None:
         self._parent, self._tag = parent, tag
         self.name, self.ranks, self.rank, self.size, self.crowded = name, ranks, rank, len(ranks), crowded
+        self.checked = self.size > 1 and checking()
 
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
@@ -97,7 +98,7 @@ class Group:
 
     def agree(self, signature: str) -> None:
         """Under SPMD_CHECK=1: the same call with the same arguments on every rank, or one error on all of them."""
-        if self.size > 1 and checking():
+        if self.checked:
             self._agreement.check(signature)
 
     def barrier(self, timeout: float | None = None) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 from spmd._cpu import monotonic_ns
 
 
-@dataclass
+@dataclass(slots=True)
 class Total:
     """Sum over the calls of one operation on one group."""
 
     calls: int = 0
     bytes: int = 0  # handed in by this rank
-    seconds: float = 0.0
+    ns: int = 0
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Recorder:
             total = self.totals[op, group] = Total()
         total.calls += 1
         total.bytes += nbytes
-        total.seconds += (end_ns - start_ns) * 1e-9
+        total.ns += end_ns - start_ns
         if self.timeline:
             self.events.append((op, group, nbytes, start_ns, end_ns))
 
@@ -44,7 +44,7 @@ class Recorder:
     def summary(self) -> list[dict[str, Any]]:
         """Totals as plain rows, largest time first."""
         rows = [
-            {"op": op, "group": group, "calls": t.calls, "bytes": t.bytes, "seconds": t.seconds}
+            {"op": op, "group": group, "calls": t.calls, "bytes": t.bytes, "seconds": t.ns * 1e-9}
             for (op, group), t in self.totals.items()
         ]
         return sorted(rows, key=lambda row: -row["seconds"])

@@ -183,7 +183,7 @@ class Mapping:
         if pp_partition is not None:
             pp_partition = tuple(index(n) for n in pp_partition)
             if len(pp_partition) != pp_size or min(pp_partition) < 0:
-                raise InputError(f"pp_partition {list(pp_partition)} needs {pp_size} counts (pp_size), none below 0")
+                raise InputError(f"pp_partition {list(pp_partition)} has {len(pp_partition)} counts: it needs pp_size = {pp_size}, none below 0")
         put("pp_partition", pp_partition)
         put("enable_attention_dp", bool(enable_attention_dp))
         self._resolve_experts()
@@ -463,7 +463,7 @@ class Mapping:
         for stage in range(self.pp_size):
             if layer in self._stage_layers(num_layers, stage):
                 return stage
-        raise InputError(f"layer {layer} is outside 0 ... {num_layers - 1}")
+        raise InputError(f"layer {layer} is outside the {num_layers} layers 0 ... {num_layers - 1}")
 
     def ep_experts(self, num_experts: int) -> range:
         """Experts of this rank: the first num_experts % moe_ep ranks hold one more."""

@@ -1,0 +1,140 @@
+// Purpose: residual + RMSNorm, SwiGLU, rotary embedding with the KV cache write, one pass over a row each.
+// Method:  plain loops over fp32 with a fixed number of accumulators, so that every instruction set adds in the same
+//          order and the compiler can vectorise without reordering. Compiled once per instruction set, SPMD_ISA names it.
+// Requirement: contiguous rows; T is fp32, bf16 or fp16; every result is rounded to T once.
+// Use:     nn/rows.py, through the table in rows.h.
+
+#include "rows.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+namespace spmd {
+namespace SPMD_ISA {
+namespace {
+
+struct BFloat16 {
+    std::uint16_t bits;
+};
+
+inline float load(float v) { return v; }
+inline float load(BFloat16 v) { return std::bit_cast<float>(std::uint32_t{v.bits} << 16); }
+inline float load(_Float16 v) { return static_cast<float>(v); }
+
+template <class T>
+inline T store(float v) {
+    return static_cast<T>(v);
+}
+template <>
+inline BFloat16 store<BFloat16>(float v) {  // to nearest, ties to even; NaN stays NaN
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(v);
+    const std::uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return {static_cast<std::uint16_t>(v != v ? (bits >> 16) | 0x40 : rounded)};
+}
+
+constexpr int kLanes = 32;  // accumulators of a row's sum, folded pairwise at the end
+
+template <class T>
+float sum_of_squares(const T* row, std::int64_t n) {
+    float lanes[kLanes] = {};
+    std::int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (int k = 0; k < kLanes; ++k) lanes[k] += load(row[i + k]) * load(row[i + k]);
+    for (; i < n; ++i) lanes[i % kLanes] += load(row[i]) * load(row[i]);
+    for (int width = kLanes / 2; width; width /= 2)
+        for (int k = 0; k < width; ++k) lanes[k] += lanes[k + width];
+    return lanes[0];
+}
+
+template <class T>
+void rms_norm_rows(const T* x, const T* residual, const T* weight, T* y, T* sum, std::int64_t rows, std::int64_t n,
+                   float eps) {
+    for (std::int64_t r = 0; r < rows; ++r, x += n, y += n) {
+        const T* row = x;
+        if (residual) {
+            for (std::int64_t i = 0; i < n; ++i) sum[i] = store<T>(load(x[i]) + load(residual[i]));
+            row = sum;
+        }
+        const float scale = 1.0f / std::sqrt(sum_of_squares(row, n) / static_cast<float>(n) + eps);
+        for (std::int64_t i = 0; i < n; ++i) y[i] = store<T>(load(row[i]) * scale * load(weight[i]));
+        if (residual) residual += n, sum += n;
+    }
+}
+
+// e^x for x in fp32, relative error below 2e-7: 2^k * p(f), Cody-Waite reduction, Taylor to the sixth power
+inline float exponential(float x) {
+    x = x < 88.0f ? x : 88.0f;
+    x = x > -87.0f ? x : -87.0f;
+    const float k = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    const float f = (x - k * 0.693359375f) + k * 2.12194440e-4f;
+    const float p = 1.0f + f * (1.0f + f * (0.5f + f * (1.0f / 6 + f * (1.0f / 24 + f * (1.0f / 120 + f / 720)))));
+    return p * std::bit_cast<float>((static_cast<std::int32_t>(k) + 127) << 23);
+}
+
+template <class T>
+void swiglu_rows(const T* gate, T* __restrict y, std::int64_t rows, std::int64_t n) {
+    for (std::int64_t r = 0; r < rows; ++r, gate += 2 * n, y += n) {
+        const T* up = gate + n;
+        for (std::int64_t i = 0; i < n; ++i) {
+            const float g = load(gate[i]);
+            const T silu = store<T>(g / (1.0f + exponential(-g)));
+            y[i] = store<T>(load(silu) * load(up[i]));
+        }
+    }
+}
+
+template <class T>
+void rotate(const T* head, T* out, const float* rotation, std::int64_t d) {
+    for (std::int64_t i = 0; i < d; i += 2) {
+        const float re = load(head[i]), im = load(head[i + 1]), cos = rotation[i], sin = rotation[i + 1];
+        out[i] = store<T>(re * cos - im * sin);
+        out[i + 1] = store<T>(re * sin + im * cos);
+    }
+}
+
+template <class T>
+void rotate_store_rows(T* qkv, const float* rotation, T* cache, std::int64_t rows, std::int64_t heads,
+                       std::int64_t kv_heads, std::int64_t d) {
+    for (std::int64_t r = 0; r < rows; ++r, rotation += d) {
+        for (std::int64_t h = 0; h < heads; ++h, qkv += d) rotate(qkv, qkv, rotation, d);
+        for (std::int64_t h = 0; h < kv_heads; ++h, qkv += d, cache += d) rotate(qkv, cache, rotation, d);
+        std::memcpy(cache, qkv, sizeof(T) * kv_heads * d);
+        qkv += kv_heads * d, cache += kv_heads * d;
+    }
+}
+
+// Calls f with a null pointer of the element type that `dtype` names.
+template <class F>
+void with_type(int dtype, F f) {
+    if (dtype == kFloat32) f(static_cast<float*>(nullptr));
+    if (dtype == kBFloat16) f(static_cast<BFloat16*>(nullptr));
+    if (dtype == kFloat16) f(static_cast<_Float16*>(nullptr));
+}
+
+void rms_norm(const void* x, const void* residual, const void* weight, void* y, void* sum, std::int64_t rows,
+              std::int64_t n, float eps, int dtype) {
+    with_type(dtype, [&]<class T>(T*) {
+        rms_norm_rows(static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<const T*>(weight),
+                      static_cast<T*>(y), static_cast<T*>(sum), rows, n, eps);
+    });
+}
+
+void swiglu(const void* gate_up, void* y, std::int64_t rows, std::int64_t n, int dtype) {
+    with_type(dtype, [&]<class T>(T*) { swiglu_rows(static_cast<const T*>(gate_up), static_cast<T*>(y), rows, n); });
+}
+
+void rotate_store(void* qkv, const float* rotation, void* cache, std::int64_t rows, std::int64_t heads,
+                  std::int64_t kv_heads, std::int64_t d, int dtype) {
+    with_type(dtype, [&]<class T>(T*) {
+        rotate_store_rows(static_cast<T*>(qkv), rotation, static_cast<T*>(cache), rows, heads, kv_heads, d);
+    });
+}
+
+}  // namespace
+
+extern const RowKernels kernels;
+const RowKernels kernels = {&rms_norm, &swiglu, &rotate_store};
+
+}  // namespace SPMD_ISA
+}  // namespace spmd

@@ -1,0 +1,1 @@
+"""Real checkpoints: their configuration, their weights (only this rank's slices), their tokenizer, their decoder."""

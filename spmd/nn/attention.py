@@ -1,0 +1,164 @@
+"""Grouped-query attention over a KV cache, each rank with its query heads and the key/value heads those need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+
+from spmd.collectives.allreduce import AllReduceParams
+from spmd.errors import InputError
+from spmd.nn.linear import Linear, Source, TensorParallelMode
+from spmd.nn.norm import RMSNorm
+from spmd.nn.rotary import interleave
+from spmd.nn.rows import rotate_store
+from spmd.topology.mapping import Mapping
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Sizes and options of one attention layer; window: how many positions a token sees, itself included (None: all)."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    eps: float = 1e-6
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive new tokens of one sequence: which cache slot it lives in, how many tokens that holds, how many come."""
+
+    slot: int
+    start: int
+    length: int
+
+
+class KvCache:
+    """Keys and values of one layer on this rank: [slots, max_length, 2 (k, v), kv_heads, head_dim]."""
+
+    def __init__(self, slots: int, max_length: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.data = torch.empty(slots, max_length, 2, kv_heads, head_dim, dtype=dtype)
+        by_head = self.data.permute(0, 2, 3, 1, 4)
+        self._keys = [by_head[slot : slot + 1, 0] for slot in range(slots)]
+        self._values = [by_head[slot : slot + 1, 1] for slot in range(slots)]
+
+    def place(self, chunk: Chunk) -> torch.Tensor:
+        """Where a chunk's keys and values go: [length, 2, kv_heads, head_dim]. InputError when the slot is full."""
+        end = chunk.start + chunk.length
+        if end > self.data.shape[1]:
+            raise InputError(f"sequence of {end} tokens in a KV cache of {self.data.shape[1]}: raise max_length")
+        return self.data[chunk.slot, chunk.start : end]
+
+    def read(self, chunk: Chunk, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [1, kv_heads, n, head_dim] of positions first ... start + length - 1."""
+        count = chunk.start + chunk.length - first
+        return self._keys[chunk.slot].narrow(2, first, count), self._values[chunk.slot].narrow(2, first, count)
+
+
+class Attention:
+    """forward(x [T, hidden], rotation, chunks, cache) -> [T, hidden], the finished sum on every rank.
+
+    The rows of x are the chunks' tokens one after the other. Query head h reads key/value head h // (heads / kv_heads);
+    a rank's heads are `Mapping.q_heads` / `kv_heads`, which may be uneven, so the query heads of a rank need not fill
+    the groups of its key/value heads. Errors: InputError when heads do not cover the ranks, or a slot is full.
+    """
+
+    def __init__(self, config: AttentionConfig, mapping: Mapping, dtype: torch.dtype) -> None:
+        self.config, d = config, config.head_dim
+        heads = mapping.q_heads(config.num_heads)
+        kv_heads = mapping.kv_heads(config.num_heads, config.num_kv_heads)
+        self.num_heads, self.num_kv_heads = len(heads), len(kv_heads)
+        q_rows, kv_rows = (range(part.start * d, part.stop * d) for part in (heads, kv_heads))
+        q_width, kv_width = config.num_heads * d, config.num_kv_heads * d
+        column, row = TensorParallelMode.COLUMN, TensorParallelMode.ROW
+        own = [q_rows, kv_rows, kv_rows]
+        self.qkv_proj = Linear(
+            config.hidden, q_width + 2 * kv_width, config.qkv_bias, dtype, mapping, column, own=own
+        )
+        self.o_proj = Linear(q_width, config.hidden, config.output_bias, dtype, mapping, row, own=[q_rows])
+        self.q_norm = RMSNorm(d, config.eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(d, config.eps, dtype) if config.qk_norm else None
+        self._share = config.num_heads // config.num_kv_heads
+        self._kv_of_head = torch.tensor([head // self._share - kv_heads.start for head in heads])
+        # place of the first query head in the group of its key/value head: heads cut inside a group leave it off zero
+        self._lead = heads.start - kv_heads.start * self._share
+
+    def load_shard(self, weights: Sequence[Source], biases: Sequence[Source] | None, interleaved: bool) -> None:
+        """weights: q, k, v, o; biases: q, k, v (and o when there is one). interleaved: pairs are adjacent already."""
+        self.qkv_proj.load_shard(weights[:3], biases and biases[:3])
+        self.o_proj.load_shard(weights[3], biases[3] if biases and len(biases) > 3 else None)
+        if interleaved:
+            return
+        rows = (self.num_heads + self.num_kv_heads) * self.config.head_dim
+        for part in (self.qkv_proj.weight[:rows], None if self.qkv_proj.bias is None else self.qkv_proj.bias[:rows]):
+            if part is not None:
+                part.copy_(interleave(part, self.config.head_dim))
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.weight.copy_(interleave(norm.weight, self.config.head_dim))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: torch.Tensor,
+        chunks: Sequence[Chunk],
+        cache: KvCache,
+        all_reduce_params: AllReduceParams | None = None,
+    ) -> torch.Tensor:
+        h, kv, d = self.num_heads, self.num_kv_heads, self.config.head_dim
+        qkv = self.qkv_proj(x).view(-1, h + 2 * kv, d)
+        if self.q_norm is not None and self.k_norm is not None:
+            qkv[:, :h] = self.q_norm(qkv[:, :h].contiguous())
+            qkv[:, h : h + kv] = self.k_norm(qkv[:, h : h + kv].contiguous())
+        if len(chunks) == 1:
+            heads = self._one(qkv, rotation, chunks[0], cache)
+        else:
+            ends = accumulate(chunk.length for chunk in chunks)
+            parts = [(chunk, slice(end - chunk.length, end)) for chunk, end in zip(chunks, ends, strict=True)]
+            heads = torch.cat([self._one(qkv[at], rotation[at], chunk, cache) for chunk, at in parts])
+        return self.o_proj(heads, all_reduce_params=all_reduce_params)
+
+    __call__ = forward
+
+    def _one(self, qkv: torch.Tensor, rotation: torch.Tensor, chunk: Chunk, cache: KvCache) -> torch.Tensor:
+        """Attention of one chunk: its rows [length, heads + 2 * kv_heads, d] -> [length, heads * d]."""
+        rotate_store(qkv, rotation, cache.place(chunk))
+        queries, window = qkv[:, : self.num_heads], self.config.window
+        first = max(0, chunk.start + 1 - window) if window else 0
+        keys, values = cache.read(chunk, first)
+        if chunk.length == 1:
+            return self._decode(queries[0], keys, values)
+        keys, values = keys[:, self._kv_of_head], values[:, self._kv_of_head]
+        simple = chunk.start == 0 and not (window and chunk.length > window)
+        mask = None if simple else self._mask(chunk, first)
+        out = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, mask, is_causal=simple)
+        return out[0].transpose(0, 1).reshape(chunk.length, -1)
+
+    def _decode(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """One token: the heads [heads, d] that share a key/value head are its queries, and nothing is masked."""
+        places, d = self.num_kv_heads * self._share, queries.shape[-1]
+        if places != self.num_heads:
+            padded = queries.new_zeros(places, d)
+            padded[self._lead : self._lead + self.num_heads] = queries
+            queries = padded
+        grouped = queries.view(1, self.num_kv_heads, self._share, d)
+        out = F.scaled_dot_product_attention(grouped, keys, values)  # 4-D: the flash kernel takes no 3-D
+        if places != self.num_heads:
+            return out.flatten(0, 2)[self._lead : self._lead + self.num_heads].reshape(1, -1)
+        return out.reshape(1, -1)
+
+    def _mask(self, chunk: Chunk, first: int) -> torch.Tensor:
+        """True where a new token may look: not ahead, not further back than the window."""
+        new = torch.arange(chunk.start, chunk.start + chunk.length).unsqueeze(1)
+        seen = torch.arange(first, chunk.start + chunk.length)
+        mask = seen <= new
+        return mask & (new - seen < self.config.window) if self.config.window else mask
