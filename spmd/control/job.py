@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from spmd import errors
 from spmd.control import mpi, objects
@@ -17,6 +18,7 @@ from spmd.errors import DeadlineError, DesyncError, InputError, SpmdError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_LAUNCHERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  # MPICH, Open MPI, any PMIx launcher (srun)
 _MEET = 5.0  # seconds a failed rank gives the others to fail as well before it ends the job
 
 
@@ -133,6 +135,30 @@ def _end(code: int) -> NoReturn:
     mpi.abort(code)
 
 
-def bad_option(message: str) -> NoReturn:
-    """For argparse: an option error is an InputError like any other."""
-    raise InputError(message)
+class Options(argparse.ArgumentParser):
+    """Command-line options: an error is an InputError like any other, and help is printed by one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if launched_rank() == 0:
+            super()._print_message(message, file)
+
+
+def launched_rank() -> int:
+    """This process's rank as its launcher says, before MPI starts; 0 without a launcher."""
+    for variable in _LAUNCHERS:
+        if os.environ.get(variable, "").isdigit():
+            return int(os.environ[variable])
+    return 0
+
+
+def start() -> MPI.Comm | None:
+    """Start MPI if a launcher started this process; None otherwise: a command runs alone without MPI.
+
+    Errors: InputError when the launcher and the MPI library do not belong together.
+    """
+    if any(name in os.environ for name in _LAUNCHERS):
+        return mpi.world()
+    return None

@@ -1,0 +1,302 @@
+"""Run a model on every rank of the job: mpirun -np N python -m spmd.run --model PATH --prompt TEXT."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmd import report
+from spmd.control import job
+from spmd.errors import InputError, VerifyError
+from spmd.topology.mapping import Mapping
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from spmd.models.config import ModelConfig
+    from spmd.models.decoder import Decoder
+    from spmd.models.generate import Generation, Sampling
+    from spmd.models.tokenizer import Tokenizer
+    from spmd.models.weights import Checkpoint
+
+DTYPES = ("float32", "bfloat16", "float16")
+TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-2, "float16": 5e-2}  # --verify: largest difference of a logit
+
+
+def options() -> argparse.ArgumentParser:
+    parser = job.Options(prog="python -m spmd.run", description=__doc__)
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="Hugging Face directory or GGUF file (default: a tiny random decoder)")
+    add("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: all that pp and cp leave)")
+    add("--pp", type=int, metavar="N", help="pipeline stages (default 1)")
+    add("--cp", type=int, metavar="N", help="context-parallel ranks (only 1 so far)")
+    add("--pp-partition", metavar="N,N,...", help="layers of each stage (default: even)")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--prompt", metavar="TEXT")
+    prompts.add_argument(
+        "--prompts-file", metavar="F.jsonl", help='lines {"prompt": text} or {"token_ids": [...]}, which need no tokenizer'
+    )
+    add("--chat", action="store_true", help="wrap each prompt in the checkpoint's chat template")
+    add("--max-tokens", type=int, default=32, metavar="N", help="new tokens per prompt (default 32)")
+    add("--ignore-eos", action="store_true", help="do not stop at an end-of-text token")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): greedy")
+    add("--top-p", type=float, default=1.0, metavar="P")
+    add("--seed", type=int, default=0, metavar="N")
+    add("--dtype", choices=DTYPES, default="float32")
+    add("--microbatches", type=int, metavar="N", help="parts of the batch in the pipeline (default: pp)")
+    add("--verify", action="store_true", help="repeat on one rank and compare logits and tokens")
+    add("--json", metavar="OUT", help="write what was made and measured")
+    add("--trace", metavar="OUT", help="write every collective and send as a Perfetto timeline")
+    add("--info", action="store_true", help="show model, layout and parts per rank, and stop")
+    return parser
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a line of the prompts file, or --prompt, says: a text or token ids."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+def layout(args: argparse.Namespace, world: int, rank: int) -> Mapping:
+    """The mapping of this rank; sizes not given are derived. Errors: InputError with the numbers."""
+    pp, cp = args.pp or 1, args.cp or 1
+    for name, value in (("--tp", args.tp), ("--pp", args.pp), ("--cp", args.cp)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} must be at least 1, but got {value}")
+    if cp > 1:
+        raise InputError(f"--cp {cp}: context parallelism does not exist yet, use --cp 1 and a larger --tp or --pp")
+    tp = args.tp or max(world // (pp * cp), 1)
+    if tp * pp * cp != world:
+        raise InputError(
+            f"tp {tp} * pp {pp} * cp {cp} = {tp * pp * cp} ranks in the layout, but {world} launched: "
+            f"use mpirun -np {tp * pp * cp}, or other sizes"
+        )
+    partition = None
+    if args.pp_partition:
+        try:
+            partition = [int(count) for count in args.pp_partition.split(",")]
+        except ValueError:
+            raise InputError(f"--pp-partition {args.pp_partition!r} must be counts like 10,12,8") from None
+    return Mapping(world, rank, tp_size=tp, pp_size=pp, cp_size=cp, pp_partition=partition)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Option values that no type can refuse."""
+    if args.max_tokens < 1:
+        raise InputError(f"--max-tokens must be at least 1, but got {args.max_tokens}")
+    if args.temperature < 0:
+        raise InputError(f"--temperature must be at least 0, but got {args.temperature}")
+    if not 0 < args.top_p <= 1:
+        raise InputError(f"--top-p must be above 0 and at most 1, but got {args.top_p}")
+    if args.microbatches is not None and args.microbatches < 1:
+        raise InputError(f"--microbatches must be at least 1, but got {args.microbatches}")
+
+
+def read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    if args.prompts_file is None:
+        return [Prompt(text=args.prompt if args.prompt is not None else "Hello")]
+    path, prompts = Path(args.prompts_file), []
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path} line {number} is not JSON: {error}") from error
+        text, ids = (value.get(key) if isinstance(value, dict) else None for key in ("prompt", "token_ids"))
+        right = isinstance(text, str) if ids is None else isinstance(ids, list) and all(type(i) is int for i in ids)
+        if not right:
+            raise InputError(f'{path} line {number} must be {{"prompt": text}} or {{"token_ids": [numbers]}}')
+        prompts.append(Prompt(text, ids))
+    return prompts
+
+
+def encode(prompts: list[Prompt], tokenizer: Tokenizer | None, chat: bool) -> list[list[int]]:
+    ids = []
+    for index, prompt in enumerate(prompts):
+        if prompt.token_ids is not None:
+            ids.append(prompt.token_ids)
+            continue
+        if not prompt.text:
+            raise InputError(f"prompt {index} is empty: it needs at least one token")
+        assert tokenizer is not None, "texts come with a tokenizer"
+        ids.append(
+            tokenizer.chat([{"role": "user", "content": prompt.text}]) if chat else tokenizer.encode(prompt.text)
+        )
+    return ids
+
+
+class Job:
+    """One run, step by step. Steps that may fail on one rank alone run under `together`."""
+
+    def __init__(self, args: argparse.Namespace, comm: MPI.Comm | None) -> None:
+        self.args, self.comm = args, comm
+        self.world, self.rank = (comm.size, comm.rank) if comm is not None else (1, 0)
+        self.tokenizer: Tokenizer | None = None
+        self.checkpoint: Checkpoint | None = None
+
+    def load(self) -> None:
+        """Layout, model, weights, prompts. Collective; an InputError of any rank is raised on all."""
+        import torch
+
+        from spmd.control.distributed import Distributed
+        from spmd.control.pipeline import init_pp_comm
+        from spmd.models import config, tokenizer, weights
+        from spmd.models.decoder import Decoder
+
+        args, begin = self.args, report.now()
+        with job.together(self.comm):
+            check(args)
+            self.mapping = layout(args, self.world, self.rank)
+            if args.model is None:
+                self.config: ModelConfig = config.tiny(max(8, self.mapping.tp_size))
+            else:
+                self.checkpoint = weights.open_checkpoint(args.model)
+                self.config = self.checkpoint.config
+            self.mapping.pp_layers(self.config.num_layers)
+        if args.info:
+            return
+        with job.together(self.comm):
+            self.dtype = getattr(torch, args.dtype)
+            with torch.inference_mode():
+                self.decoder = self.build(self.mapping)
+        load_s = report.seconds_since(begin)
+        self.dist = Distributed.get(self.mapping)
+        self.pipeline = init_pp_comm(self.mapping) if self.mapping.has_pp() else None
+        ids: list[list[int]] = []
+        with job.together(self.comm):
+            if self.rank == 0:
+                prompts = read_prompts(args)
+                if self.checkpoint is None:
+                    self.tokenizer = tokenizer.byte_level()
+                elif any(prompt.token_ids is None for prompt in prompts):
+                    self.tokenizer = tokenizer.load(self.checkpoint)
+                ids = encode(prompts, self.tokenizer, args.chat)
+        self.prompts: list[list[int]] = self.dist.broadcast(ids)
+        self.load_s = load_s
+
+    def build(self, mapping: Mapping) -> Decoder:
+        from spmd.models.decoder import Decoder
+
+        decoder = Decoder(self.config, mapping, self.dtype)
+        if self.checkpoint is None:
+            decoder.randomise()
+        else:
+            decoder.load(self.checkpoint)
+        return decoder
+
+    def sampling(self) -> Sampling:
+        from spmd.models.generate import Sampling
+
+        args = self.args
+        eos = () if args.ignore_eos else self.config.eos
+        return Sampling(args.max_tokens, args.temperature, args.top_p, args.seed, eos)
+
+    def generate(self) -> Generation:
+        """The forward on all ranks; rank 0 shows tokens as they come."""
+        from spmd.control.record import recorder
+        from spmd.models.generate import generate
+
+        recorder.reset()
+        recorder.timeline = self.args.trace is not None
+        show = report.Progress(self.tokenizer, len(self.prompts), self.args.max_tokens) if self.rank == 0 else None
+        self.dist.barrier()
+        made = generate(
+            self.decoder,
+            self.prompts,
+            self.sampling(),
+            pipeline=self.pipeline,
+            microbatches=self.args.microbatches or self.mapping.pp_size,
+            keep_logits=self.args.verify,
+            on_token=show.token if show else None,
+        )
+        if show:
+            show.done(made.tokens)
+        return made
+
+    def verify(self, made: Generation) -> tuple[str, bool]:
+        """On rank 0: the same forward on one rank alone. Returns a line for the report, and whether it agrees."""
+        import torch
+
+        from spmd.models.generate import generate
+
+        source = self.mapping.pp_group[-1]
+        last = self.mapping.is_last_pp_rank() and self.mapping.tp_rank == 0
+        logits = [torch.stack(rows).numpy() for rows in made.logits] if last else []
+        if last and self.rank != 0:
+            self.dist.send_object(logits, 0)
+        line, agrees = "", True
+        if self.rank == 0:
+            if not last:
+                logits = self.dist.recv_object(source)
+            with torch.inference_mode():
+                alone = self.build(Mapping())
+            again = generate(alone, self.prompts, self.sampling(), keep_logits=True, forced=made.tokens)
+            line, agrees = self.compare(logits, again)
+        return self.dist.broadcast((line, agrees), timeout=float("inf"))
+
+    def compare(self, logits: list[Any], again: Generation) -> tuple[str, bool]:
+        import torch
+
+        worst, differ = 0.0, 0
+        for many, one in zip(logits, again.logits, strict=True):
+            a, b = torch.from_numpy(many), torch.stack(one)
+            worst = max(worst, float((a - b).abs().max()))
+            differ += int((a.argmax(-1) != b.argmax(-1)).sum())
+        if worst != worst:
+            worst = float("inf")
+        limit = TOLERANCE[self.args.dtype]
+        agrees = worst <= limit and (differ == 0 or self.args.dtype != "float32")
+        return f"largest logit difference {worst:.2g} (limit {limit:g}), {differ} greedy tokens differ", agrees
+
+
+def main() -> None:
+    args = options().parse_args()
+    comm = job.start()
+    if "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a host
+        import torch
+
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // (comm.size if comm is not None else 1)))
+    this = Job(args, comm)
+    this.load()
+    if args.info:
+        if this.rank == 0:
+            sys.stdout.write(report.info(this.config, this.mapping, args.model))
+        return
+    if this.rank == 0 and args.model is None:
+        sys.stderr.write("spmd: no --model: a tiny decoder with random weights (its text means nothing)\n")
+    made = this.generate()
+    verdict = this.verify(made) if args.verify else ("", True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    facts = report.gather(this.dist, made, this.prompts, this.load_s, peak)
+    if this.rank == 0:
+        texts = [this.tokenizer.decode(tokens) for tokens in made.tokens] if this.tokenizer else None
+        facts.update(text=texts, tokens=made.tokens, verify=verdict[0] or None)
+        sys.stdout.write(report.table(facts, this.mapping, args))
+    with job.together(comm):
+        if this.rank == 0 and args.json:
+            report.write(args.json, report.document(facts, this.mapping, args))
+    if args.trace:
+        timeline = report.timeline(this.dist)
+        with job.together(comm):
+            if timeline is not None:
+                report.write(args.trace, timeline)
+    if not verdict[1]:
+        raise VerifyError(f"--verify: {verdict[0]}")
+
+
+if __name__ == "__main__":
+    job.run(main)
