@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -72,10 +72,17 @@ def _unpack(data: np.ndarray) -> str:
 
 
 class Agreement:
-    """The signature check of one group. `ranks` are the global numbers of its members, for the messages."""
+    """The signature check of one group.
 
-    def __init__(self, comm: MPI.Comm, name: str, ranks: Sequence[int]) -> None:
-        self._comm, self._name, self._ranks = comm, name, ranks
+    comm: where the messages go; peers: the members' ranks in it (default: all of it); ranks: the members' global
+    numbers, for the error messages; tag: the first of two message tags that nobody else uses on `comm`.
+    """
+
+    def __init__(
+        self, comm: MPI.Comm, name: str, ranks: Sequence[int], peers: Sequence[int] | None = None, tag: int = 0
+    ) -> None:
+        self._comm, self._name, self._ranks, self._tag = comm, name, ranks, tag
+        self._peers = range(comm.size) if peers is None else peers
         self._calls = 0
 
     def check(self, text: str) -> None:
@@ -83,13 +90,14 @@ class Agreement:
         call, self._calls = self._calls, self._calls + 1
         op = text.split(" ", 1)[0]
         here = f"{op} #{call} on {self._name}"
-        if self._comm.rank == 0:
+        comm, first, tag = self._comm, self._peers[0], self._tag
+        if comm.rank == first:
             verdict, arrived = self._judge(text, here)
             answer = _pack(verdict)
-            wait([self._comm.Isend(answer, peer, tag=1) for peer in arrived if peer], _GRACE)
+            wait([comm.Isend(answer, self._peers[index], tag + 1) for index in arrived if index], _GRACE)
         else:
             mine, answer = _pack(text), np.empty(_WIDTH, np.uint8)
-            requests = [self._comm.Isend(mine, 0, tag=0), self._comm.Irecv(answer, 0, tag=1)]
+            requests = [comm.Isend(mine, first, tag), comm.Irecv(answer, first, tag + 1)]
             wait(requests, default_timeout() + _GRACE, lambda: f"{here}: rank {self._ranks[0]} has not arrived")
             verdict = _unpack(answer)
         if verdict:
@@ -98,16 +106,16 @@ class Agreement:
 
     def _judge(self, text: str, here: str) -> tuple[str, list[int]]:
         """On the first rank: collect the texts and compare. Returns the verdict ("" is agreement) and who arrived."""
-        size = self._comm.size
+        size = len(self._peers)
         inbox = [np.empty(_WIDTH, np.uint8) for _ in range(size)]
-        requests: list[Any] = [self._comm.Irecv(inbox[peer], peer, tag=0) for peer in range(1, size)]
+        requests = [self._comm.Irecv(inbox[i], self._peers[i], self._tag) for i in range(1, size)]
         try:
             wait(requests)
         except DeadlineError as error:
-            arrived = [0] + [peer for peer, request in enumerate(requests, 1) if request.Test()]
-            missing = [self._ranks[peer] for peer in range(size) if peer not in arrived]
+            arrived = [0] + [index for index, request in enumerate(requests, 1) if request.Test()]
+            missing = [self._ranks[index] for index in range(size) if index not in arrived]
             return f"late {here}: {_say(missing)} not arrived{str(error)[str(error).rindex(':') :]}", arrived
-        texts = [text] + [_unpack(inbox[peer]) for peer in range(1, size)]
+        texts = [text] + [_unpack(inbox[index]) for index in range(1, size)]
         if len(set(texts)) == 1:
             return "", list(range(size))
         return f"desync {_difference(texts, self._ranks, here)}", list(range(size))

@@ -79,6 +79,8 @@ class Group:
         if self.size == 1:
             return MPI.COMM_SELF.Dup()
         assert self._parent is not None, "a group of several ranks has a parent"
+        # MPI's call would wait for ever for a member that does not come: meet first, with a deadline
+        Agreement(self._parent, self.name, self.ranks, self.ranks, tag=2 * tag).check("create_communicator")
         members = self._parent.Get_group().Incl(list(self.ranks))
         comm = self._parent.Create_group(members, tag)
         members.Free()

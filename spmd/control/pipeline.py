@@ -14,6 +14,7 @@ import torch
 from spmd._cpu import monotonic_ns
 from spmd.control import mpi
 from spmd.control.agree import wait
+from spmd.control.distributed import Distributed
 from spmd.control.record import recorder
 from spmd.errors import InputError, SpmdError
 from spmd.topology.mapping import Mapping
@@ -96,16 +97,20 @@ _pp_comm: PipelineComm | None = None
 
 
 def init_pp_comm(mapping: Mapping) -> PipelineComm:
-    """Make the pipeline communicator, or give the one there is the new mapping. Collective over the job, at start-up."""
+    """Make the pipeline communicator, or give the one there is the new mapping. Collective over the job, at start-up.
+
+    What else needs all ranks is made here as well: under pipelining a first use inside a forward would wait for ever.
+    """
     global _pp_comm
-    if _pp_comm is not None and _pp_comm.mapping.world_size == mapping.world_size:
-        _pp_comm.mapping = mapping
-        return _pp_comm
-    if _pp_comm is not None:
+    if _pp_comm is not None and _pp_comm.mapping.world_size != mapping.world_size:
         old = _pp_comm.mapping.world_size
         warnings.warn(f"replacing the pipeline communicator: world {old} -> {mapping.world_size}", stacklevel=2)
         _pp_comm.close()
-    _pp_comm = PipelineComm(mapping)
+        _pp_comm = None
+    if _pp_comm is None:
+        _pp_comm = PipelineComm(mapping)
+    _pp_comm.mapping = mapping
+    Distributed.get(mapping)
     return _pp_comm
 
 

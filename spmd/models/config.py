@@ -135,12 +135,11 @@ _GGUF |= {"qwen3": "Qwen3ForCausalLM"}
 _GGUF_ROPE = {"none": "default", "linear": "linear", "yarn": "yarn"}
 
 
-def from_gguf(values: Dict[str, Any], where: str, tensors: set[str]) -> ModelConfig:
+def from_gguf(values: Dict[str, Any], where: str, tensors: set[str], vocab_size: int) -> ModelConfig:
     """From GGUF metadata; `tensors` are the names in the file, which say what the metadata leaves out."""
-    read = _Reader(values, where)
-    arch = read["general.architecture"]
+    arch = _Reader(values, where)["general.architecture"]
     family = _architecture(_GGUF.get(arch, f"{arch} (GGUF)"))
-    keyed = {key.removeprefix(f"{arch}."): value for key, value in values.items()}
+    keyed = {key.removeprefix(f"{arch}."): values[key] for key in values if key.startswith(f"{arch}.")}
     read = _Reader(keyed, where)
     heads, hidden = read.number("attention.head_count"), read.number("embedding_length")
     head_dim = int(keyed.get("attention.key_length") or hidden // heads)
@@ -156,7 +155,7 @@ def from_gguf(values: Dict[str, Any], where: str, tensors: set[str]) -> ModelCon
     layers = read.number("block_count")
     return ModelConfig(
         family=family,
-        vocab_size=len(keyed["tokenizer.ggml.tokens"]) if "tokenizer.ggml.tokens" in keyed else read.number("vocab_size"),
+        vocab_size=vocab_size,
         num_layers=layers,
         intermediate=read.number("feed_forward_length"),
         attention=AttentionConfig(
@@ -174,7 +173,7 @@ def from_gguf(values: Dict[str, Any], where: str, tensors: set[str]) -> ModelCon
         tied="output.weight" not in tensors,
         max_positions=positions,
         windows=(keyed.get("attention.sliding_window") or None,) * layers,
-        eos=_token_ids(keyed.get("tokenizer.ggml.eos_token_id")),
+        eos=_token_ids(values.get("tokenizer.ggml.eos_token_id")),
         dtype="float32",
     )
 

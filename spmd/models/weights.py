@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,22 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_GGUF_NAMES[stem]}.{kind}"
 
 
+class _Metadata(Mapping[str, Any]):
+    """The key-value part of a GGUF file, decoded when asked for: a vocabulary takes a second."""
+
+    def __init__(self, fields: Any) -> None:
+        self._fields = fields
+
+    def __getitem__(self, key: str) -> Any:
+        return self._fields[key].contents()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
 class GgufCheckpoint(Checkpoint):
     """One GGUF file; quantised blocks become fp32 as they are read. `metadata` has its key-value part."""
 
@@ -164,8 +180,12 @@ class GgufCheckpoint(Checkpoint):
         with _readable(path):
             reader = gguf.GGUFReader(path)
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-            self.metadata = {name: field.contents() for name, field in reader.fields.items()}
-        self.config = model_config.from_gguf(self.metadata, str(path), set(self._tensors))
+        self.metadata = _Metadata(reader.fields)
+        embedding = self._tensors.get("token_embd.weight")
+        self._check("model.embed_tokens.weight", (), None if embedding is None else ())
+        self.config = model_config.from_gguf(
+            self.metadata, str(path), set(self._tensors), vocab_size=int(embedding.shape[1])
+        )
         self.interleaved = self.config.family in ("llama", "mistral")  # the converter reorders these and no others
 
     def read(self, name: str, shape: tuple[int, ...]) -> Source:

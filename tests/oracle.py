@@ -1,0 +1,146 @@
+"""What transformers says: tiny random checkpoints and SmolLM2, with the logits and tokens it makes from them.
+
+Made once into .models/oracle by a process of its own (`python -m tests.oracle`) and read by the tests of all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.launch import MODELS, ROOT, SMOLLM, environment
+
+HOME = MODELS / "oracle" / hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+STEPS = 8
+TINY_PROMPTS = [[5], [7, 300, 2], [1, 2, 3, 4, 5, 6, 7], list(range(40, 52)), list(range(100, 120))]
+TEXTS = [
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "2 + 2 =",
+    "Name three colours.",
+    "Why is the sky blue? Answer briefly.",
+]
+
+# sizes that divide by nothing: 10 query heads over 5 key/value heads, a vocabulary of 331, an ffn of 100
+_SIZES = {
+    "hidden_size": 80,
+    "intermediate_size": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "head_dim": 8,
+    "vocab_size": 331,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+# name -> (class, options): architectures first, then variants of what a configuration can say
+TINY = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama-llama3": ("Llama", {"rope_parameters": _LLAMA3}),
+    "llama-yarn": ("Llama", {"rope_parameters": _YARN}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint with prompts (token ids) and what transformers makes of them: logits [prompts, STEPS, vocab] fp32."""
+
+    path: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logits: object
+
+
+def ensure() -> None:
+    """Make what is missing. Call it from one process at a time."""
+    if not (HOME / "done").exists():
+        subprocess.run([sys.executable, "-m", "tests.oracle"], cwd=ROOT, env=environment(), check=True)
+
+
+def load(name: str) -> Case:
+    from safetensors.torch import load_file
+
+    facts = json.loads((HOME / f"{name}.json").read_text())
+    path = SMOLLM if name == "smollm2" else HOME / name
+    return Case(path, facts["prompts"], facts["tokens"], load_file(HOME / f"{name}.safetensors")["logits"])
+
+
+def _answer(model, prompts):
+    """Greedy continuation of each prompt alone, with the logits of every step."""
+    import torch
+
+    logits, tokens = [], []
+    with torch.inference_mode():
+        for prompt in prompts:
+            step, cache, rows = torch.tensor([prompt]), None, []
+            for _ in range(STEPS):
+                out = model(step, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                rows.append(out.logits[0, -1].float())
+                step = rows[-1].argmax().reshape(1, 1)
+            logits.append(torch.stack(rows))
+            tokens.append([int(row.argmax()) for row in rows])
+    return torch.stack(logits), tokens
+
+
+def _keep(name, model, prompts):
+    from safetensors.torch import save_file
+
+    logits, tokens = _answer(model, prompts)
+    save_file({"logits": logits}, HOME / f"{name}.safetensors")
+    (HOME / f"{name}.json").write_text(json.dumps({"prompts": prompts, "tokens": tokens}))
+
+
+def main() -> None:
+    import torch
+    import transformers
+
+    HOME.mkdir(parents=True, exist_ok=True)
+    for index, (name, (kind, options)) in enumerate(TINY.items()):
+        torch.manual_seed(index)
+        config = getattr(transformers, f"{kind}Config")(**_SIZES | options)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for key, value in model.named_parameters():
+                if "norm" in key or "bias" in key:  # ones and zeros would hide a wrong one
+                    value.uniform_(0.5, 1.5)
+        model.save_pretrained(HOME / name, max_shard_size="200KB")
+        _keep(name, model, TINY_PROMPTS)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM.parent, gguf_file=SMOLLM.name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM.parent, gguf_file=SMOLLM.name, dtype=torch.float32)
+    conversations = [[{"role": "user", "content": text}] for text in TEXTS]
+    prompts = [
+        tokenizer(
+            tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True), add_special_tokens=False
+        ).input_ids
+        for talk in conversations
+    ]
+    _keep("smollm2", model.eval(), prompts)
+    (HOME / "done").touch()
+
+
+if __name__ == "__main__":
+    main()
