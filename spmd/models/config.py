@@ -139,7 +139,7 @@ def from_gguf(values: Dict[str, Any], where: str, tensors: set[str], vocab_size:
     """From GGUF metadata; `tensors` are the names in the file, which say what the metadata leaves out."""
     arch = _Reader(values, where)["general.architecture"]
     family = _architecture(_GGUF.get(arch, f"{arch} (GGUF)"))
-    keyed = {key.removeprefix(f"{arch}."): values[key] for key in values if key.startswith(f"{arch}.")}
+    keyed = {key.removeprefix(f"{arch}."): value for key, value in values.items()}
     read = _Reader(keyed, where)
     heads, hidden = read.number("attention.head_count"), read.number("embedding_length")
     head_dim = int(keyed.get("attention.key_length") or hidden // heads)

