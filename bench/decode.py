@@ -119,7 +119,12 @@ def main() -> None:
     contenders = {"floor": (1, "floor"), "transformers": (1, "transformers"), "tp=1": (1, "ours"), "tp=2": (2, "ours")}
     rounds = []
     for _ in range(args.rounds):
-        rounds.append({name: measure(n, __file__, "--model", args.model, "--part", part) for name, (n, part) in contenders.items()})
+        rounds.append(
+            {
+                name: measure(n, __file__, "--model", args.model, "--part", part)
+                for name, (n, part) in contenders.items()
+            }
+        )
         tokens = [row["tokens"] for row in rounds[-1].values() if "tokens" in row]
         if any(other != tokens[0] for other in tokens):
             raise SystemExit(f"the contenders' greedy tokens differ: {tokens}")

@@ -4,6 +4,7 @@ import json
 import sys
 import timeit
 import tracemalloc
+from functools import partial
 
 from spmd import Mapping
 from spmd.topology.mapping import AXES
@@ -15,11 +16,11 @@ def build(side: int) -> list:
 
 
 def main() -> None:
-    print("# Mapping(...) and this rank's group along each of the 9 axes, best of 5 x 2000; memory is the peak of one build")
+    print("# Mapping(...) and this rank's group along each of the 9 axes: best of 5 x 2000, peak memory of one")
     print("#     world    time (us)  memory (B)")
     rows = []
     for side in (2, 10, 100, 1000):
-        seconds = min(timeit.repeat(lambda: build(side), number=2000, repeat=5)) / 2000
+        seconds = min(timeit.repeat(partial(build, side), number=2000, repeat=5)) / 2000
         tracemalloc.start()
         build(side)
         peak = tracemalloc.get_traced_memory()[1]

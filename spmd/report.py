@@ -34,7 +34,7 @@ def _terminal() -> bool:
 
 
 class Progress:
-    """Rank 0: one prompt streams its text; several get a bar while they run (on a terminal) and their texts at the end."""
+    """Rank 0: one prompt streams its text; several get a bar (on a terminal), and their texts at the end."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompts: int, max_tokens: int) -> None:
         self._tokenizer, self._single = tokenizer, prompts == 1

@@ -1,4 +1,4 @@
-"""Show a layout: python -m spmd.topo --tp 4 --cp 2; under mpirun also where every rank runs and how close any two are."""
+"""Show a layout: python -m spmd.topo --tp 4 --cp 2; under mpirun also where ranks run and how close any two are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test runs that end: under mpirun a phase that failed on one rank failed on all, and a rank that never comes ends the job.
+"""Test runs that end: under mpirun a phase that failed on one rank failed on all; a rank that never comes ends the job.
 
 Rank 0 alone writes to the terminal and shows what the others ran into. MPI tests (tests/mpi) are deselected without
 --with-mpi, and by `@pytest.mark.ranks(2, 4)` at other world sizes; the rest of the suite runs in one process.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,3 +36,52 @@ def python(*command: str, timeout: float = 120, **env: str) -> subprocess.Comple
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=timeout
     )
+
+
+def started(*parts: tuple[int, list[str]], **env: str) -> tuple[subprocess.Popen[str], str]:
+    """Start a job of (ranks, python command) parts in a session of its own; also the mark its processes carry."""
+    mark = f"SPMD_TEST_JOB={uuid.uuid4().hex}"
+    command = [str(Path(sys.executable).parent / "mpirun")]
+    for index, (ranks, arguments) in enumerate(parts):
+        command += [":"] * bool(index) + ["-np", str(ranks), sys.executable, *map(str, arguments)]
+    name, value = mark.split("=")
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(**env, **{name: value}), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe,
+        text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
+    return process, mark
+
+
+def alive(mark: str, *also: str) -> list[int]:
+    """The processes whose environment has this mark (and these entries): what a job has running, or left behind."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            entries = (process / "environ").read_bytes().split(b"\0")
+        except OSError:  # gone meanwhile
+            continue
+        if all(entry.encode() in entries for entry in (mark, *also)):
+            found.append(int(process.name))
+    return found
+
+
+def shared_memory() -> set[str]:
+    """The files in /dev/shm but for those of the MPI libraries."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("mpich_", "sm_segment", "vader_"))}
+
+
+def finish(process: subprocess.Popen[str], mark: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a job; whatever it leaves is killed and reported as a failure."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        for pid in alive(mark):
+            os.kill(pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"the job did not end within {timeout:g} s\n{out}\n{err}") from error
+    left = alive(mark)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"the job left processes {left} behind\n{err}"
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from spmd.models.weights import gguf_name
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_act": "silu",
@@ -80,35 +82,36 @@ def lines(path: Path, *values: Any) -> str:
     return str(path)
 
 
-def save_gguf(path: Path, *, without: str = "", **metadata: Any) -> Path:
-    """The same model as one GGUF file (fp32); `metadata` replaces keys, `without` leaves one out."""
+def save_gguf(path: Path, *, without: str = "", tensors: dict[str, Any] | None = None, **metadata: Any) -> Path:
+    """The same model as one GGUF file (fp32); `metadata` and `tensors` replace entries, `without` leaves one out."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, "llama")
-    c = CONFIG
-    values = {"block_count": c["num_hidden_layers"], "context_length": c["max_position_embeddings"]}
-    values |= {"embedding_length": c["hidden_size"], "feed_forward_length": c["intermediate_size"]}
-    values |= {"attention.head_count": c["num_attention_heads"], "attention.head_count_kv": c["num_key_value_heads"]}
-    values |= {"attention.key_length": c["head_dim"]}
+    c, vocabulary = CONFIG, tokenizer().get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    arch = "llama."
+    values: dict[str, Any] = {
+        f"{arch}block_count": c["num_hidden_layers"],
+        f"{arch}context_length": c["max_position_embeddings"],
+        f"{arch}embedding_length": c["hidden_size"],
+        f"{arch}feed_forward_length": c["intermediate_size"],
+        f"{arch}attention.head_count": c["num_attention_heads"],
+        f"{arch}attention.head_count_kv": c["num_key_value_heads"],
+        f"{arch}attention.key_length": c["head_dim"],
+        f"{arch}attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": tokens + [f"<unused{index}>" for index in range(c["vocab_size"] - len(tokens))],
+        "tokenizer.ggml.merges": ["h e", "l l", "he ll"],
+    }
+    values |= metadata
+    writer = gguf.GGUFWriter(path, values.pop("general.architecture", "llama"))
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
     for key, value in values.items():
-        if key != without:
-            writer.add_uint32(f"llama.{key}", value)
-    if without != "attention.layer_norm_rms_epsilon":
-        writer.add_float32("llama.attention.layer_norm_rms_epsilon", c["rms_norm_eps"])
-    for key, value in metadata.items():
-        writer.add_string(key.replace("__", "."), value)
-    if without != "tokens":
-        vocabulary = tokenizer().get_vocab()
-        tokens = sorted(vocabulary, key=vocabulary.get)
-        tokens += [f"<unused{index}>" for index in range(c["vocab_size"] - len(tokens))]
-        writer.add_string("tokenizer.ggml.model", "gpt2")
-        writer.add_array("tokenizer.ggml.tokens", tokens)
-        writer.add_array("tokenizer.ggml.merges", ["h e", "l l", "he ll"])
-    from spmd.models.weights import gguf_name
-
-    for name, tensor in weights(c).items():
+        if key.removeprefix(arch).removeprefix("tokenizer.ggml.") != without:
+            add[type(value)](key, value)
+    whole = {name: tensor.numpy() for name, tensor in weights(CONFIG).items()} | (tensors or {})
+    for name, tensor in whole.items():
         if name != without:
-            writer.add_tensor(gguf_name(name), tensor.numpy())
+            writer.add_tensor(gguf_name(name), tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -68,6 +68,4 @@ def alltoall(
     if _axis_size(mapping, axis) == 1:
         return x
     group = Distributed.get(mapping).group(axis)
-    return _each(
-        x, lambda item: library.all_to_all(item, group, dim=dim, send_sizes=send_sizes, recv_sizes=recv_sizes)
-    )
+    return _each(x, lambda item: library.all_to_all(item, group, dim=dim, send_sizes=send_sizes, recv_sizes=recv_sizes))

@@ -166,11 +166,13 @@ def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequen
     dim %= x.dim()
     if sizes is None and x.shape[dim] % group.size:
         raise InputError(
-            f"reduce_scatter on {group.name}: {x.shape[dim]} along dim {dim} do not divide by {group.size} ranks: give sizes"
+            f"reduce_scatter on {group.name}: {x.shape[dim]} along dim {dim} do not divide by {group.size}: give sizes"
         )
     sizes = [x.shape[dim] // group.size] * group.size if sizes is None else sizes
     if sum(sizes) != x.shape[dim]:
-        raise InputError(f"reduce_scatter on {group.name}: sizes {list(sizes)} do not sum to {x.shape[dim]} (dim {dim})")
+        raise InputError(
+            f"reduce_scatter on {group.name}: sizes {list(sizes)} do not sum to {x.shape[dim]} (dim {dim})"
+        )
     if group.checked:
         group.agree(f"reduce_scatter {describe(x)} dim {dim} sizes {list(sizes)}")
     work = _front(x.float() if x.dtype in _HALF else x, dim)
@@ -202,7 +204,7 @@ def all_to_all(
     dim %= x.dim()
     if send_sizes is None and x.shape[dim] % group.size:
         raise InputError(
-            f"all_to_all on {group.name}: {x.shape[dim]} along dim {dim} do not divide by {group.size} ranks: give send_sizes"
+            f"all_to_all on {group.name}: {x.shape[dim]} along dim {dim} do not divide by {group.size}: give send_sizes"
         )
     equal = send_sizes is None
     send_sizes = [x.shape[dim] // group.size] * group.size if send_sizes is None else send_sizes

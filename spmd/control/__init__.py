@@ -1,1 +1,1 @@
-"""How ranks agree: communicators, objects, signatures, stage-to-stage sends. MPI starts at first use, never at import."""
+"""How ranks agree: communicators, objects, signatures, stage-to-stage sends. MPI starts at first use."""

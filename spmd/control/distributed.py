@@ -103,9 +103,7 @@ class Distributed:
             ranks = tuple(self._node_ranks)
         else:
             ranks = mapping.group(axis)
-        return mpi.Group(
-            self._parent, axis, ranks, ranks.index(mapping.rank), self._crowded, _GROUPS.index(axis)
-        )
+        return mpi.Group(self._parent, axis, ranks, ranks.index(mapping.rank), self._crowded, _GROUPS.index(axis))
 
     @property
     def rank(self) -> int:

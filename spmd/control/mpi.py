@@ -1,4 +1,4 @@
-"""MPI under the control plane: a private world, a launcher that fits, groups whose communicators are made at first use."""
+"""MPI under the control plane: a private world, a launcher that fits, groups with communicators made at first use."""
 
 from __future__ import annotations
 

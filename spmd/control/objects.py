@@ -47,7 +47,7 @@ def broadcast(comm: MPI.Comm, obj: Any, root: int = 0, *, chunk: int = CHUNK, ti
         data = np.empty(size[0], np.uint8)
     for at in range(0, data.size, chunk):
         wait([comm.Ibcast(data[at : at + chunk], root)], timeout)
-    return pickle.loads(data)
+    return pickle.loads(data.data)
 
 
 def allgather(comm: MPI.Comm, obj: Any, *, chunk: int = CHUNK, timeout: float | None = None) -> list[Any]:
@@ -61,7 +61,7 @@ def allgather(comm: MPI.Comm, obj: Any, *, chunk: int = CHUNK, timeout: float | 
         received = np.empty(sum(counts), np.uint8)
         wait([comm.Iallgatherv(data[at : at + step], [received, counts])], timeout)
         _deal(received, counts, parts, at)
-    return [pickle.loads(part) for part in parts]
+    return [pickle.loads(part.data) for part in parts]
 
 
 def gather(
@@ -79,7 +79,7 @@ def gather(
         wait([comm.Igatherv(data[at : at + step], [received, counts] if here else None, root)], timeout)
         if here:
             _deal(received, counts, parts, at)
-    return [pickle.loads(part) for part in parts] if here else None
+    return [pickle.loads(part.data) for part in parts] if here else None
 
 
 def _sizes(comm: MPI.Comm, data: np.ndarray, why: str, timeout: float | None) -> list[int]:
@@ -131,4 +131,4 @@ def recv(comm: MPI.Comm, source: int, tag: int = 0, *, chunk: int = CHUNK, timeo
     data = np.empty(size[0], np.uint8)
     for at in range(0, data.size, chunk):
         wait([comm.Irecv(data[at : at + chunk], source, tag)], timeout)
-    return pickle.loads(data)
+    return pickle.loads(data.data)

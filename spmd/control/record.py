@@ -54,7 +54,7 @@ recorder = Recorder()
 
 
 def perfetto(events_by_rank: list[list[tuple[str, str, int, int, int]]]) -> dict[str, Any]:
-    """The timelines of all ranks as one Perfetto (Chrome trace) document: a process per rank, microseconds from the first."""
+    """The timelines of all ranks as one Perfetto (Chrome trace) document: a process per rank, in microseconds."""
     origin = min((start for events in events_by_rank for _, _, _, start, _ in events), default=0)
     out: list[dict[str, Any]] = []
     for rank, events in enumerate(events_by_rank):

@@ -46,7 +46,12 @@ class Layer:
         self.mlp = Mlp(config, mapping, dtype)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: torch.Tensor, chunks: list[Chunk], cache: KvCache
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotation: torch.Tensor,
+        chunks: list[Chunk],
+        cache: KvCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             x, residual = self.attn_norm(x), x
@@ -125,9 +130,9 @@ class Decoder:
             name = f"model.layers.{layer.index}."
             for norm, stored in ((layer.attn_norm, "input_layernorm"), (layer.mlp_norm, "post_attention_layernorm")):
                 self._load_norm(checkpoint, norm, f"{name}{stored}.weight")
-            if a.qk_norm:
-                self._load_norm(checkpoint, layer.attention.q_norm, f"{name}self_attn.q_norm.weight")
-                self._load_norm(checkpoint, layer.attention.k_norm, f"{name}self_attn.k_norm.weight")
+            for head_norm, stored in ((layer.attention.q_norm, "q_norm"), (layer.attention.k_norm, "k_norm")):
+                if head_norm is not None:
+                    self._load_norm(checkpoint, head_norm, f"{name}self_attn.{stored}.weight")
             weights = [checkpoint.read(f"{name}self_attn.{part}.weight", shape) for part, shape in shapes.items()]
             biased = [part for part in shapes if (a.output_bias if part == "o_proj" else a.qkv_bias)]
             biases = [checkpoint.read(f"{name}self_attn.{part}.bias", shapes[part][:1]) for part in biased]

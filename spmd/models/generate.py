@@ -168,8 +168,10 @@ class _Run:
             position = len(self.made.tokens[prompt])
             if self.keep_logits and self.mapping.tp_rank == 0:
                 self.made.logits[prompt].append(out[row].clone())
-            forced = self.forced and self.forced[prompt][position]
-            tokens.append(sample(out[row], self.how, prompt, position) if forced is None else forced)
+            if self.forced is None:
+                tokens.append(sample(out[row], self.how, prompt, position))
+            else:
+                tokens.append(self.forced[prompt][position])
         if self.mapping.has_tp():  # one rank's choice is everybody's
             tokens = Distributed.get(self.mapping).group("tp").broadcast_int64(tokens).tolist()
         for stage in self.mapping.pp_group[:-1]:

@@ -109,7 +109,8 @@ def _from_directory(path: Path) -> Tokenizer:
 
 # how GGUF's `tokenizer.ggml.pre` names cut a text before byte-pair merging
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
@@ -176,7 +177,7 @@ def _from_gguf(metadata: Dict[str, Any], path: Path) -> Tokenizer:
 def _byte_level_bpe(vocabulary: dict[str, int], merges: list[str], pre: str, path: Path) -> Backend:
     if pre not in _PRE:
         raise InputError(f"{path}: pre-tokenizer {pre!r} is not supported, only {', '.join(_PRE)}")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=pre in ("llama-bpe", "llama3")))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()

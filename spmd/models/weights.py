@@ -51,7 +51,9 @@ def _readable(path: Path) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # OSError, UnicodeDecodeError, SafetensorError, gguf's ValueError, ...
-        raise InputError(f"cannot read {path}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+        raise InputError(
+            f"cannot read {path}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -82,7 +84,9 @@ class SafetensorsCheckpoint(Checkpoint):
         self.path = path
         generation = path / "generation_config.json"
         self.config = model_config.from_hf(
-            read_json(path / "config.json"), str(path / "config.json"), read_json(generation) if generation.exists() else None
+            read_json(path / "config.json"),
+            str(path / "config.json"),
+            read_json(generation) if generation.exists() else None,
         )
         self._home = self._index()
         self._open: dict[Path, Any] = {}

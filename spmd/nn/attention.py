@@ -20,7 +20,7 @@ from spmd.topology.mapping import Mapping
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Sizes and options of one attention layer; window: how many positions a token sees, itself included (None: all)."""
+    """Sizes and options of one attention layer; window: positions a token sees, itself included (None: all)."""
 
     hidden: int
     num_heads: int
@@ -35,7 +35,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive new tokens of one sequence: which cache slot it lives in, how many tokens that holds, how many come."""
+    """Consecutive new tokens of one sequence: its cache slot, how many tokens that holds, how many come."""
 
     slot: int
     start: int
@@ -81,9 +81,7 @@ class Attention:
         q_width, kv_width = config.num_heads * d, config.num_kv_heads * d
         column, row = TensorParallelMode.COLUMN, TensorParallelMode.ROW
         own = [q_rows, kv_rows, kv_rows]
-        self.qkv_proj = Linear(
-            config.hidden, q_width + 2 * kv_width, config.qkv_bias, dtype, mapping, column, own=own
-        )
+        self.qkv_proj = Linear(config.hidden, q_width + 2 * kv_width, config.qkv_bias, dtype, mapping, column, own=own)
         self.o_proj = Linear(q_width, config.hidden, config.output_bias, dtype, mapping, row, own=[q_rows])
         self.q_norm = RMSNorm(d, config.eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(d, config.eps, dtype) if config.qk_norm else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping as Dict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from spmd.topology.mapping import Mapping
 from spmd.topology.split import split
 
 
-class TensorParallelMode(str, Enum):
+class TensorParallelMode(StrEnum):
     """How a layer's weight [out_features, in_features] is cut."""
 
     COLUMN = "column"
@@ -55,6 +55,10 @@ class LoraWeights:
 
 def _slice(part: range) -> slice:
     return slice(part.start, part.stop)
+
+
+def _listed(stored: Source | Sequence[Source]) -> list[Source]:
+    return list(stored) if isinstance(stored, list | tuple) else [cast(Source, stored)]
 
 
 class Linear:
@@ -118,7 +122,7 @@ class Linear:
 
     def load_shard(self, weights: Source | Sequence[Source], biases: Source | Sequence[Source] | None = None) -> None:
         """Copy this rank's slices of whole stored tensors: one per range of `own` (weight [out, in], bias [out])."""
-        many = list(weights) if isinstance(weights, list | tuple) else [weights]
+        many = _listed(weights)
         column = self.tp_mode == TensorParallelMode.COLUMN
         full = [range(self.in_features if column else self.out_features)]
         own = self.own if self.tp_mode is not None else [range(self.in_features)]
@@ -130,9 +134,8 @@ class Linear:
             at += len(part)
         if biases is None or self.bias is None:
             return
-        offsets = list(biases) if isinstance(biases, list | tuple) else [biases]
         at = 0
-        for stored, part in zip(offsets, self.own if column else full, strict=True):
+        for stored, part in zip(_listed(biases), self.own if column else full, strict=True):
             self.bias.narrow(0, at, len(part)).copy_(stored[(_slice(part),)])
             at += len(part)
 
@@ -167,8 +170,8 @@ class Linear:
             output = torch.mm(input, self._columns)
         else:
             output = torch.addmm(self._partial_bias, input, self._columns)
-        if lora_params is not None and layer_idx in lora_params:
-            lora = lora_params[layer_idx]
+        lora = lora_params.get(layer_idx) if lora_params is not None and layer_idx is not None else None
+        if lora is not None:
             output += F.linear(F.linear(input, lora.a), lora.b) * lora.scale
         if self.tp_size == 1:
             return output

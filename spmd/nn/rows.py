@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from spmd import _cpu
+import spmd._cpu as _cpu
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -85,7 +85,9 @@ def rotate_store(qkv: torch.Tensor, rotation: torch.Tensor, cache: torch.Tensor)
 def rotate_store_reference(qkv: torch.Tensor, rotation: torch.Tensor, cache: torch.Tensor) -> None:
     kv_heads = cache.shape[2]
     turning = qkv[:, :-kv_heads].float()
-    turning = torch.view_as_real(torch.view_as_complex(turning.unflatten(-1, (-1, 2))) * rotation.unsqueeze(1)).flatten(-2)
+    turning = torch.view_as_real(torch.view_as_complex(turning.unflatten(-1, (-1, 2))) * rotation.unsqueeze(1)).flatten(
+        -2
+    )
     qkv[:, : -2 * kv_heads] = turning[:, :-kv_heads].to(qkv.dtype)
     cache[:, 0] = turning[:, -kv_heads:].to(qkv.dtype)
     cache[:, 1] = qkv[:, -kv_heads:]

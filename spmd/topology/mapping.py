@@ -94,11 +94,12 @@ class Mapping:
     """One rank of a parallel layout. Immutable; equality and hash cover every field; O(1) memory at any world size.
 
     Sizes of -1 are derived: moe_cluster 1; moe_tp the expert world over cluster and ep, moe_ep 1; attention (tp·cp, 1)
-    under ULYSSES, else (tp, cp), divided by attn_dp. `enable_attention_dp=True` means attn_dp = tp unless `attn_dp_size`
-    says otherwise. Attention sizes in the older form attn_tp·attn_cp = tp·cp together with attention DP are accepted.
+    under ULYSSES, else (tp, cp), divided by attn_dp. `enable_attention_dp=True` means attn_dp = tp, unless
+    `attn_dp_size` says otherwise. Attention sizes in the older form attn_tp·attn_cp = tp·cp together with attention DP
+    are accepted.
 
     Every axis in (pp, tp, cp, attn_dp, attn_tp, attn_cp, moe_tp, moe_cluster, moe_ep) has `<axis>_size`, `<axis>_rank`
-    (this rank's coordinate), `<axis>_group` (the ranks it meets along the axis) and `<axis>_groups` (all groups, lazily).
+    (this rank's coordinate), `<axis>_group` (the ranks it meets along the axis), `<axis>_groups` (all groups, lazily).
 
     Errors: InputError (a ValueError), one line with the numbers, for every layout that cannot be.
     """
@@ -183,7 +184,10 @@ class Mapping:
         if pp_partition is not None:
             pp_partition = tuple(index(n) for n in pp_partition)
             if len(pp_partition) != pp_size or min(pp_partition) < 0:
-                raise InputError(f"pp_partition {list(pp_partition)} has {len(pp_partition)} counts: it needs pp_size = {pp_size}, none below 0")
+                raise InputError(
+                    f"pp_partition {list(pp_partition)} has {len(pp_partition)} counts: it needs pp_size = {pp_size}, "
+                    "none below 0"
+                )
         put("pp_partition", pp_partition)
         put("enable_attention_dp", bool(enable_attention_dp))
         self._resolve_experts()
@@ -306,9 +310,11 @@ class Mapping:
         return Mapping.from_dict(self.to_dict() | {"rank": rank, "dwdp_rank": dwdp_rank})
 
     def repurpose_helix_cp_to_tp(self) -> Mapping:
-        """The view of FFN and expert layers under HELIX: the cp ranks become tp ranks; who owns which requests stays."""
+        """The view of FFN and expert layers under HELIX: cp ranks become tp ranks; who owns which requests stays."""
         if not self.has_cp_helix():
-            raise InputError(f"only HELIX ranks can be repurposed, but cp_type is {self.cp_type}, cp_size {self.cp_size}")
+            raise InputError(
+                f"only HELIX ranks can be repurposed, but cp_type is {self.cp_type}, cp_size {self.cp_size}"
+            )
         return Mapping.from_dict(
             self.to_dict()
             | {"cp_size": 1, "cp_config": None, "tp_size": self.tp_size * self.cp_size}

@@ -1,7 +1,7 @@
 """Does a mixed-radix view turn ranks into coordinates and groups, and back, without ever listing the world?"""
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import pytest
@@ -58,7 +58,7 @@ def test_groups_hold_the_ranks_that_differ_along_their_axes_only(case):
     assert isinstance(groups, Sequence)
     assert [list(group) for group in groups] == [expected[rest] for rest in sorted(expected)]
     for index, group in enumerate(groups):
-        steps = {b - a for a, b in zip(group, group[1:], strict=False)}
+        steps = {b - a for a, b in pairwise(group)}
         assert type(group) is (range if len(steps) <= 1 else tuple)
         assert groups[index] == groups[index - len(groups)] == group
         assert all(radix.group(rank, *axes) == group for rank in group)

@@ -9,10 +9,10 @@ TOTALS, PARTS, BLOCKS = st.integers(0, 200), st.integers(1, 17), st.integers(1, 
 
 
 def test_example():
-    assert [split(7, 3, index) for index in range(3)] == [range(0, 2), range(2, 4), range(4, 7)]
-    assert [split(10, 3, index, block=4) for index in range(3)] == [range(0, 4), range(4, 8), range(8, 10)]
-    assert [split(10, 4, index, block=4) for index in range(1, 4)] == [range(0, 4), range(4, 8), range(8, 10)]
-    assert [split_first(10, 4, index) for index in range(4)] == [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
+    assert [split(7, 3, index) for index in range(3)] == [range(2), range(2, 4), range(4, 7)]
+    assert [split(10, 3, index, block=4) for index in range(3)] == [range(4), range(4, 8), range(8, 10)]
+    assert [split(10, 4, index, block=4) for index in range(1, 4)] == [range(4), range(4, 8), range(8, 10)]
+    assert [split_first(10, 4, index) for index in range(4)] == [range(3), range(3, 6), range(6, 8), range(8, 10)]
 
 
 @settings(max_examples=200, deadline=None)
