@@ -66,7 +66,7 @@ TINY = {
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint with prompts (token ids) and what transformers makes of them: logits [prompts, STEPS, vocab] fp32."""
+    """A checkpoint, prompts (token ids), and what transformers makes of them: logits [prompts, STEPS, vocab] fp32."""
 
     path: Path
     prompts: list[list[int]]

@@ -43,7 +43,7 @@ def default_timeout() -> float:
 
 
 def wait(requests: Sequence[MPI.Request], timeout: float | None = None, late: Callable[[], str] | None = None) -> None:
-    """Wait for MPI requests, giving the core away meanwhile. DeadlineError after `timeout` seconds (None: SPMD_TIMEOUT).
+    """Wait for MPI requests and give the core away meanwhile. DeadlineError after `timeout` s (None: SPMD_TIMEOUT).
 
     `late` says, when time is up, who or what is missing.
     """

@@ -66,8 +66,8 @@ class Layer:
 class Decoder:
     """This rank's part of the model: the layers of its pipeline stage, cut over tp.
 
-    Between stages travels the finished hidden state [T, hidden]. forward(x, chunks, caches) takes token ids [T] int64 on
-    the first stage and hidden states elsewhere; the last stage returns logits [len(chunks), vocab] of each chunk's
+    Between stages travels the finished hidden state [T, hidden]. forward(x, chunks, caches) takes token ids [T] int64
+    on the first stage and hidden states elsewhere; the last stage returns logits [len(chunks), vocab] of each chunk's
     last token (fp32, on every tp rank), the others hidden states [T, hidden].
     """
 
