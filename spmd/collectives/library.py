@@ -158,7 +158,7 @@ def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[i
 def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Sum everybody's `x` and cut it along `dim`: rank i gets its i-th part.
 
-    x: equal shape on all ranks. sizes: rows of every rank's part, 0 allowed, summing to x.shape[dim] (None: equal parts).
+    x: equal shape on all ranks. sizes: rows of every rank's part, 0 allowed, summing to x.shape[dim] (None: equal).
     """
     if group.size == 1:
         return x

@@ -135,8 +135,13 @@ _GGUF |= {"qwen3": "Qwen3ForCausalLM"}
 _GGUF_ROPE = {"none": "default", "linear": "linear", "yarn": "yarn"}
 
 
-def from_gguf(values: Dict[str, Any], where: str, tensors: set[str], vocab_size: int) -> ModelConfig:
-    """From GGUF metadata; `tensors` are the names in the file, which say what the metadata leaves out."""
+def from_gguf(
+    values: Dict[str, Any], where: str, tensors: set[str], vocab_size: int, rope_factors: list[float] | None
+) -> ModelConfig:
+    """From GGUF metadata; `tensors` are the names in the file, which say what the metadata leaves out.
+
+    rope_factors: the file's rope_freqs tensor, which divides the frequency of every channel pair.
+    """
     arch = _Reader(values, where)["general.architecture"]
     family = _architecture(_GGUF.get(arch, f"{arch} (GGUF)"))
     keyed = {key.removeprefix(f"{arch}."): value for key, value in values.items()}
@@ -145,13 +150,13 @@ def from_gguf(values: Dict[str, Any], where: str, tensors: set[str], vocab_size:
     head_dim = int(keyed.get("attention.key_length") or hidden // heads)
     positions = read.number("context_length")
     scaling = keyed.get("rope.scaling.type") or "none"
-    rope = {
+    rope: dict[str, Any] = {
         "factor": keyed.get("rope.scaling.factor"),
         "original_max_position_embeddings": keyed.get("rope.scaling.original_context_length"),
     }
     kind = _GGUF_ROPE.get(scaling, scaling)
-    if "rope_freqs.weight" in tensors:
-        kind = "llama3 factors in a GGUF file"
+    if rope_factors is not None:
+        kind, rope = "factors", {"factors": rope_factors}
     layers = read.number("block_count")
     return ModelConfig(
         family=family,

@@ -182,7 +182,14 @@ class GgufCheckpoint(Checkpoint):
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None:
             raise InputError(f"{path} has no tensor 'token_embd.weight'")
-        self.config = model_config.from_gguf(small, str(path), set(self._tensors), embedding.shape[0])
+        factors = self._tensors.get("rope_freqs.weight")
+        self.config = model_config.from_gguf(
+            small,
+            str(path),
+            set(self._tensors),
+            embedding.shape[0],
+            None if factors is None else [float(factor) for factor in factors.data],
+        )
         self.interleaved = self.config.family in ("llama", "mistral")  # the converter reorders these and no others
 
     def _reader(self) -> Any:

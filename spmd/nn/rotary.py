@@ -15,12 +15,15 @@ import torch
 
 from spmd.errors import InputError
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "llama3", "yarn", "factors")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """theta and, for other types than "default", the scaling parameters under their Hugging Face names."""
+    """theta and, for other types than "default", the scaling parameters under their Hugging Face names.
+
+    "factors" divides the frequency of every channel pair by its own factor: what GGUF files store of llama3's scaling.
+    """
 
     head_dim: int
     theta: float
@@ -31,7 +34,12 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.kind not in SCALINGS:
             raise InputError(f"rope scaling {self.kind!r} is not supported: it is one of {', '.join(SCALINGS)}")
-        needed = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", *_LLAMA3)}.get(self.kind, ())
+        needed = {
+            "linear": ("factor",),
+            "yarn": ("factor",),
+            "llama3": ("factor", *_LLAMA3),
+            "factors": ("factors",),
+        }.get(self.kind, ())
         missing = [name for name in needed if self.parameters.get(name) is None]
         if missing:
             raise InputError(f"rope scaling {self.kind!r} lacks {', '.join(missing)}")
@@ -47,6 +55,8 @@ def frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
     plain = 1.0 / base
     if config.kind == "linear":
         return plain / p["factor"], 1.0
+    if config.kind == "factors":
+        return plain / torch.tensor(p["factors"]), 1.0
     if config.kind == "llama3":
         return _llama3(plain, p), 1.0
     if config.kind == "yarn":
