@@ -15,7 +15,14 @@ import torch
 
 from spmd.errors import InputError
 
-SCALINGS = ("default", "linear", "llama3", "yarn", "factors")
+# kinds of frequency scaling, and the parameters each cannot do without
+NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+    "factors": ("factors",),
+}
 
 
 @dataclass(frozen=True)
@@ -32,20 +39,11 @@ class RopeConfig:
     max_positions: int = 2048
 
     def __post_init__(self) -> None:
-        if self.kind not in SCALINGS:
-            raise InputError(f"rope scaling {self.kind!r} is not supported: it is one of {', '.join(SCALINGS)}")
-        needed = {
-            "linear": ("factor",),
-            "yarn": ("factor",),
-            "llama3": ("factor", *_LLAMA3),
-            "factors": ("factors",),
-        }.get(self.kind, ())
-        missing = [name for name in needed if self.parameters.get(name) is None]
+        if self.kind not in NEEDED:
+            raise InputError(f"rope scaling {self.kind!r} is not supported: it is one of {', '.join(NEEDED)}")
+        missing = [name for name in NEEDED[self.kind] if self.parameters.get(name) is None]
         if missing:
             raise InputError(f"rope scaling {self.kind!r} lacks {', '.join(missing)}")
-
-
-_LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:

@@ -64,7 +64,7 @@ def test_gguf_of_another_architecture_or_shape_is_refused(tmp_path):
     checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", tensors))
     with pytest.raises(InputError, match=r"'model.embed_tokens.weight' has shape \[8, 64\], expected \[9, 64\]"):
         checkpoint.read("model.embed_tokens.weight", (9, 64))
-    with pytest.raises(InputError, match="has no tensor 'model.norm.weight'"):
+    with pytest.raises(InputError, match=r"has no tensor 'model.norm.weight'"):
         checkpoint.read("model.norm.weight", (64,))
 
 

@@ -1,4 +1,4 @@
-"""Are the rotary frequencies those of the checkpoint's scaling, and does the order of channels not matter to a product?"""
+"""Are the rotary frequencies those of the checkpoint's scaling, and are products free of the channels' order?"""
 
 import pytest
 import torch

@@ -25,11 +25,8 @@ def test_rms_norm(dtype, shape):
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(1, 33), (4, 576), (0, 8)])
 def test_add_rms_norm_rounds_the_sum_first(dtype, shape):
-    x, residual, weight = (
-        torch.randn(shape).to(dtype),
-        (torch.randn(shape) * 100).to(dtype),
-        torch.rand(shape[-1]).to(dtype),
-    )
+    x, residual = torch.randn(shape).to(dtype), (torch.randn(shape) * 100).to(dtype)
+    weight = torch.rand(shape[-1]).to(dtype)
     y, total = x.clone(), residual.clone()
     rows.add_rms_norm_(y, total, weight, 1e-5)
     assert torch.equal(total, residual + x)
