@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from spmd._cpu import monotonic_ns
 from spmd.control.agree import wait
 from spmd.control.mpi import Group
 from spmd.control.record import recorder
-from spmd.errors import InputError
+from spmd.errors import DesyncError, InputError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,12 +40,43 @@ def describe(x: torch.Tensor, but: int | None = None) -> str:
     return f"{_NAMES.get(x.dtype, x.dtype)}[{shape}]"
 
 
-def _check(op: str, group: Group, x: torch.Tensor) -> None:
+def _refuse(op: str, group: Group, why: str) -> NoReturn:
+    """Arguments that cannot be. Under SPMD_CHECK=1 the others learn of it: they may have passed good ones."""
+    error = InputError(f"{op} on {group.name}: {why}")
+    if group.checked:
+        try:
+            group.agree(f"{op} with arguments that it refuses")
+        except DesyncError as desync:
+            raise desync from error
+    raise error
+
+
+def _check(op: str, group: Group, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
     if x.dtype not in _NAMES or not x.is_cpu:
-        raise InputError(
-            f"{op} on {group.name}: {describe(x)} on {x.device} is not supported; "
-            f"use a CPU tensor of {', '.join(_NAMES.values())}"
-        )
+        names = ", ".join(_NAMES.values())
+        _refuse(op, group, f"{describe(x)} on {x.device} is not supported: use a CPU tensor of {names}")
+    if out is not None and out is not x and (out.dtype != x.dtype or out.shape != x.shape):
+        _refuse(op, group, f"out is {describe(out)}, but the result {describe(x)}")
+
+
+def _axis(op: str, group: Group, x: torch.Tensor, dim: int) -> int:
+    """dim as a number from 0."""
+    if not -x.dim() <= dim < x.dim():
+        _refuse(op, group, f"dim {dim} of {describe(x)} does not exist")
+    return dim % x.dim()
+
+
+def _check_sizes(op: str, group: Group, sizes: Sequence[int], total: int | None = None, name: str = "sizes") -> None:
+    if len(sizes) != group.size or min(sizes) < 0:
+        _refuse(op, group, f"{name} {list(sizes)} must be {group.size} numbers, none below 0")
+    if total is not None and sum(sizes) != total:
+        _refuse(op, group, f"{name} {list(sizes)} do not sum to {total}")
+
+
+def _even(op: str, group: Group, total: int, name: str) -> list[int]:
+    if total % group.size:
+        _refuse(op, group, f"{total} rows do not divide by {group.size} ranks: give {name}")
+    return [total // group.size] * group.size
 
 
 @cache
@@ -84,16 +115,14 @@ def _back(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _counts(op: str, group: Group, sizes: Sequence[int], rest: int) -> list[int]:
-    """Rows to elements, checked against what one MPI call can count."""
-    if len(sizes) != group.size or min(sizes) < 0:
-        raise InputError(f"{op} on {group.name}: sizes {list(sizes)} must be {group.size} numbers, none below 0")
+    """Rows to elements."""
     _check_count(op, group, sum(sizes) * rest)
     return [size * rest for size in sizes]
 
 
 def _check_count(op: str, group: Group, count: int) -> None:
     if count > _LIMIT:
-        raise InputError(f"{op} on {group.name}: {count} elements exceed the {_LIMIT} of one MPI call: cut the tensor")
+        _refuse(op, group, f"{count} elements exceed the {_LIMIT} of one MPI call: cut the tensor")
 
 
 def _rest(x: torch.Tensor) -> int:
@@ -106,11 +135,11 @@ def all_reduce(x: torch.Tensor, group: Group, *, op: str = "sum", out: torch.Ten
 
     x: any shape, equal on all ranks; fp32, fp16, bf16 (summed in fp32), int32, int64. `out=x` works in place.
     """
+    _check("all_reduce", group, x, out)
+    if op not in ("sum", "max", "min"):
+        _refuse("all_reduce", group, f"op {op!r} is none of sum, max, min")
     if group.size == 1:
         return x if out is None or out is x else out.copy_(x)
-    _check("all_reduce", group, x)
-    if op not in ("sum", "max", "min"):
-        raise InputError(f"all_reduce on {group.name}: op {op!r} is none of sum, max, min")
     if group.checked:
         group.agree(f"all_reduce {op} {describe(x)}")
     work = x.float() if x.dtype in _HALF else x
@@ -134,15 +163,16 @@ def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[i
 
     sizes: x.shape[dim] of every rank, 0 allowed (None: all equal); the other dimensions are equal on all ranks.
     """
+    _check("all_gather", group, x)
+    dim = _axis("all_gather", group, x, dim)
     if group.size == 1:
         return x
-    _check("all_gather", group, x)
-    dim %= x.dim()
-    if sizes is not None and (len(sizes) != group.size or sizes[group.rank] != x.shape[dim]):
-        raise InputError(
-            f"all_gather on {group.name}: rank {group.ranks[group.rank]} has {x.shape[dim]} along dim {dim}, "
-            f"but sizes {list(sizes)} (index {group.rank})"
-        )
+    if sizes is not None:
+        _check_sizes("all_gather", group, sizes)
+        if sizes[group.rank] != x.shape[dim]:
+            rank = group.ranks[group.rank]
+            why = f"rank {rank} has {x.shape[dim]} rows along dim {dim}, but sizes {list(sizes)} (index {group.rank})"
+            _refuse("all_gather", group, why)
     sizes = [x.shape[dim]] * group.size if sizes is None else sizes
     if group.checked:
         group.agree(f"all_gather {describe(x, dim)} dim {dim} sizes {list(sizes)}")
@@ -160,19 +190,13 @@ def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequen
 
     x: equal shape on all ranks. sizes: rows of every rank's part, 0 allowed, summing to x.shape[dim] (None: equal).
     """
+    _check("reduce_scatter", group, x)
+    dim = _axis("reduce_scatter", group, x, dim)
     if group.size == 1:
         return x
-    _check("reduce_scatter", group, x)
-    dim %= x.dim()
-    if sizes is None and x.shape[dim] % group.size:
-        raise InputError(
-            f"reduce_scatter on {group.name}: {x.shape[dim]} along dim {dim} do not divide by {group.size}: give sizes"
-        )
-    sizes = [x.shape[dim] // group.size] * group.size if sizes is None else sizes
-    if sum(sizes) != x.shape[dim]:
-        raise InputError(
-            f"reduce_scatter on {group.name}: sizes {list(sizes)} do not sum to {x.shape[dim]} (dim {dim})"
-        )
+    rows = x.shape[dim]
+    sizes = _even("reduce_scatter", group, rows, "sizes") if sizes is None else sizes
+    _check_sizes("reduce_scatter", group, sizes, rows)
     if group.checked:
         group.agree(f"reduce_scatter {describe(x)} dim {dim} sizes {list(sizes)}")
     work = _front(x.float() if x.dtype in _HALF else x, dim)
@@ -198,25 +222,26 @@ def all_to_all(
     send_sizes: parts of x, 0 allowed, summing to x.shape[dim] (None: equal). recv_sizes: what the others send here
     (None: equal to send_sizes when those are None too, else asked of the others).
     """
+    _check("all_to_all", group, x)
+    dim = _axis("all_to_all", group, x, dim)
     if group.size == 1:
         return x
-    _check("all_to_all", group, x)
-    dim %= x.dim()
-    if send_sizes is None and x.shape[dim] % group.size:
-        raise InputError(
-            f"all_to_all on {group.name}: {x.shape[dim]} along dim {dim} do not divide by {group.size}: give send_sizes"
-        )
-    equal = send_sizes is None
-    send_sizes = [x.shape[dim] // group.size] * group.size if send_sizes is None else send_sizes
-    if sum(send_sizes) != x.shape[dim]:
-        raise InputError(
-            f"all_to_all on {group.name}: send_sizes {list(send_sizes)} do not sum to {x.shape[dim]} (dim {dim})"
-        )
+    rows, equal = x.shape[dim], send_sizes is None
+    send_sizes = _even("all_to_all", group, rows, "send_sizes") if send_sizes is None else send_sizes
+    _check_sizes("all_to_all", group, send_sizes, rows, "send_sizes")
+    if recv_sizes is not None:
+        _check_sizes("all_to_all", group, recv_sizes, name="recv_sizes")
     if group.checked:
         group.agree(f"all_to_all {describe(x, None if equal else dim)} dim {dim}")
     comm = group.data
     if recv_sizes is None:
         recv_sizes = list(send_sizes) if equal else _exchange_sizes(comm, send_sizes)
+    elif group.checked:
+        sent_here = _exchange_sizes(comm, send_sizes)
+        right = list(recv_sizes) == sent_here
+        group.agree(
+            "all_to_all sizes" + ("" if right else f" {list(recv_sizes)} to receive where {sent_here} are sent")
+        )
     mine = _front(x, dim)
     sent, received = (_counts("all_to_all", group, s, _rest(mine)) for s in (send_sizes, recv_sizes))
     whole = mine.new_empty((sum(recv_sizes), *mine.shape[1:]))
@@ -233,11 +258,11 @@ def _exchange_sizes(comm: MPI.Comm, sizes: Sequence[int]) -> list[int]:
 
 def broadcast(x: torch.Tensor, group: Group, *, root: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
     """The `x` of group rank `root` on every rank; elsewhere x gives shape and dtype only. `out=x` works in place."""
+    _check("broadcast", group, x, out)
+    if not 0 <= root < group.size:
+        _refuse("broadcast", group, f"root {root} is outside 0 ... {group.size - 1}")
     if group.size == 1:
         return x if out is None or out is x else out.copy_(x)
-    _check("broadcast", group, x)
-    if not 0 <= root < group.size:
-        raise InputError(f"broadcast on {group.name}: root {root} is outside 0 ... {group.size - 1}")
     if group.checked:
         group.agree(f"broadcast {describe(x)} root {root}")
     work = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)

@@ -7,6 +7,7 @@ can still speak. Without it a wait still has a deadline, but cannot say who is l
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ from spmd.errors import DeadlineError, DesyncError, InputError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_WIDTH = 512  # bytes of a signature or a verdict on the wire; longer texts are cut
-_GRACE = 5.0  # seconds that the others give the first rank to send its verdict after their own deadline
+_WIDTH = 512  # bytes of a signature or a verdict on the wire; longer texts are cut and end in a hash of the whole
+GRACE = 5.0  # seconds that the others give the first rank to send its verdict after their own deadline
 
 
 def checking() -> bool:
@@ -63,7 +64,9 @@ def wait(requests: Sequence[MPI.Request], timeout: float | None = None, late: Ca
 
 
 def _pack(text: str) -> np.ndarray:
-    data = text.encode()[:_WIDTH]
+    data = text.encode()
+    if len(data) > _WIDTH:  # long texts that differ at their end still differ
+        data = data[: _WIDTH - 17] + b"#" + hashlib.sha256(data).hexdigest()[:16].encode()
     return np.frombuffer(data.ljust(_WIDTH, b"\0"), dtype=np.uint8).copy()
 
 
@@ -85,37 +88,42 @@ class Agreement:
         self._peers = range(comm.size) if peers is None else peers
         self._calls = 0
 
-    def check(self, text: str) -> None:
-        """Collective. DesyncError on every rank if one brings another text; DeadlineError if one does not come."""
+    def check(self, text: str, timeout: float | None = None) -> None:
+        """Collective. DesyncError on every rank if one brings another text; DeadlineError if one does not come.
+
+        timeout: seconds (None: SPMD_TIMEOUT); the other ranks give the first one a little longer to send its verdict.
+        """
         call, self._calls = self._calls, self._calls + 1
         op = text.split(" ", 1)[0]
         here = f"{op} #{call} on {self._name}"
         comm, first, tag = self._comm, self._peers[0], self._tag
         if comm.rank == first:
-            verdict, arrived = self._judge(text, here)
+            verdict, arrived = self._judge(text, here, timeout)
             answer = _pack(verdict)
-            wait([comm.Isend(answer, self._peers[index], tag + 1) for index in arrived if index], _GRACE)
+            verdict = _unpack(answer)
+            wait([comm.Isend(answer, self._peers[index], tag + 1) for index in arrived if index], GRACE)
         else:
             mine, answer = _pack(text), np.empty(_WIDTH, np.uint8)
             requests = [comm.Isend(mine, first, tag), comm.Irecv(answer, first, tag + 1)]
-            wait(requests, default_timeout() + _GRACE, lambda: f"{here}: rank {self._ranks[0]} has not arrived")
+            limit = default_timeout() + GRACE if timeout is None else timeout + 1
+            wait(requests, limit, lambda: f"{here}: rank {self._ranks[0]} has not arrived")
             verdict = _unpack(answer)
         if verdict:
             kind = DeadlineError if verdict.startswith("late ") else DesyncError
             raise kind(verdict.split(" ", 1)[1])
 
-    def _judge(self, text: str, here: str) -> tuple[str, list[int]]:
+    def _judge(self, text: str, here: str, timeout: float | None) -> tuple[str, list[int]]:
         """On the first rank: collect the texts and compare. Returns the verdict ("" is agreement) and who arrived."""
         size = len(self._peers)
         inbox = [np.empty(_WIDTH, np.uint8) for _ in range(size)]
         requests = [self._comm.Irecv(inbox[i], self._peers[i], self._tag) for i in range(1, size)]
         try:
-            wait(requests)
+            wait(requests, timeout)
         except DeadlineError as error:
             arrived = [0] + [index for index, request in enumerate(requests, 1) if request.Test()]
             missing = [self._ranks[index] for index in range(size) if index not in arrived]
             return f"late {here}: {_say(missing)} not arrived{str(error)[str(error).rindex(':') :]}", arrived
-        texts = [text] + [_unpack(inbox[index]) for index in range(1, size)]
+        texts = [_unpack(_pack(text))] + [_unpack(inbox[index]) for index in range(1, size)]
         if len(set(texts)) == 1:
             return "", list(range(size))
         return f"desync {_difference(texts, self._ranks, here)}", list(range(size))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd.control import mpi, objects
-from spmd.control.agree import wait
 from spmd.errors import InputError
 from spmd.topology.mapping import AXES, Mapping
 
@@ -163,15 +162,15 @@ class Distributed:
 
     def send(self, buffer: np.ndarray, dest: int, tag: int = 0) -> None:
         """Send a contiguous array; it may be overwritten when this returns."""
-        wait([self.group("world").comm.Isend(buffer, dest, tag)])
+        self.isend(buffer, dest, tag).wait()
 
     def isend(self, buffer: np.ndarray, dest: int, tag: int = 0) -> objects.Sending:
         """Start sending a contiguous array, which must stay as it is until the handle's `wait()` returns."""
-        return objects.Sending([self.group("world").comm.Isend(buffer, dest, tag)], [buffer])
+        return objects.Sending([self.group("world").comm.Isend(_contiguous(buffer), dest, tag)], [buffer])
 
     def recv(self, buffer: np.ndarray, src: int, tag: int = 0, timeout: float | None = None) -> np.ndarray:
         """Fill a contiguous array of the sender's size."""
-        wait([self.group("world").comm.Irecv(buffer, src, tag)], timeout)
+        objects.receive(self.group("world").comm, _contiguous(buffer), src, tag, timeout)
         return buffer
 
     def close(self) -> None:
@@ -180,6 +179,14 @@ class Distributed:
             if axis in self._groups:
                 self._groups.pop(axis).close()
         _open.pop(self.mapping, None)
+
+
+def _contiguous(buffer: np.ndarray) -> np.ndarray:
+    if not buffer.flags.c_contiguous:  # MPI would take a Fortran-ordered array and deliver it scrambled
+        raise InputError(
+            f"an array of shape {buffer.shape} and strides {buffer.strides} is not contiguous: send a copy"
+        )
+    return buffer
 
 
 def _by_axis(axis: str, method: str) -> property:

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from spmd import errors
 from spmd.control import mpi, objects
+from spmd.control.agree import GRACE, Agreement, default_timeout
 from spmd.errors import DeadlineError, DesyncError, InputError, SpmdError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LAUNCHERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  # MPICH, Open MPI, any PMIx launcher (srun)
-_MEET = 5.0  # seconds a failed rank gives the others to fail as well before it ends the job
+_MEET = 3.0  # seconds a failed rank gives the others to come before it ends the job
+_END_TAG = 1000  # of the meeting at the end; communicator creation uses smaller ones
 
 
 def debug_level() -> int:
@@ -62,47 +64,59 @@ def _merge(outcomes: list[tuple[str, str] | None], own: SpmdError | None) -> Spm
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Run a command's main on every rank and leave the process.
+    """Run a command's main on every rank and leave the process with one exit code.
 
-    An SpmdError that all ranks raise is printed once, by rank 0, and its exit code is everybody's. An error of some
-    ranks only, or any other exception, is printed by its rank and ends the whole job at once. Ctrl-C ends it with 130.
+    At the end all ranks meet: nobody leaves while another may still fail. An SpmdError is printed once, by rank 0, and
+    its exit code is everybody's. A failed rank gives the others a few seconds to come, then ends the job, as any other
+    exception does at once. Ctrl-C ends it with 130.
     """
+    error: SpmdError | None = None
+    code, patience = 0, None
     try:
         main()
-        mpi_comm = _comm()
-        if mpi_comm is not None:
-            objects.allgather(mpi_comm, None)  # nobody leaves while another may still fail
-    except SpmdError as error:
-        _fail(error)
+    except (DeadlineError, DesyncError) as raised:
+        _end_out_of_step(raised)
+    except SpmdError as raised:
+        error, code, patience = raised, raised.exit_code, _MEET
+        if debug_level():
+            traceback.print_exception(raised)
+    except SystemExit as raised:
+        code = raised.code if isinstance(raised.code, int) else int(raised.code is not None)
+        patience = _MEET if code else None
+        if isinstance(raised.code, str):
+            _print(raised.code)
     except KeyboardInterrupt:
         _end(130)
-    except SystemExit:
-        raise
     except BaseException:
-        who = f"rank {_rank()}: " if _size() > 1 else ""
-        sys.stderr.write(f"spmd: {who}unexpected error\n{traceback.format_exc()}")
+        sys.stderr.write(f"spmd: {_who()}unexpected error\n{traceback.format_exc()}")
         _end(1)
-    sys.exit(0)
+    comm = _comm()
+    if comm is not None:
+        try:
+            error, code = _meet(comm, error, code, patience)
+        except DeadlineError as late:
+            _print(f"{_who()}{error or late}")
+            _end(code or late.exit_code)
+    if error is not None and (comm is None or comm.rank == 0):
+        _print(str(error))
+    sys.exit(code)
 
 
-def _fail(error: SpmdError) -> NoReturn:
+def _meet(comm: MPI.Comm, error: SpmdError | None, code: int, patience: float | None) -> tuple[SpmdError | None, int]:
+    """The end of all ranks: what they all report, and their one exit code."""
+    if patience is None:  # ranks that wait elsewhere know more, and speak first
+        patience = default_timeout() + 2 * GRACE
+    Agreement(comm, "world", range(comm.size), tag=_END_TAG).check("end_of_program", patience)
+    outcomes = objects.allgather(comm, (_describe(error), code), timeout=_MEET)
+    return _merge([outcome for outcome, _ in outcomes], error), max(code for _, code in outcomes)
+
+
+def _end_out_of_step(error: SpmdError) -> NoReturn:
+    """Ranks of one group know that they differ, others may wait elsewhere for ever: no meeting, the job ends."""
     if debug_level():
         traceback.print_exception(error)
-    comm, merged = _comm(), error
-    if comm is not None and not isinstance(error, DeadlineError | DesyncError):
-        try:
-            merged = _merge(objects.allgather(comm, _describe(error), timeout=_MEET), error) or error
-        except DeadlineError:  # the others are somewhere else, and do not come
-            _print(f"rank {comm.rank}: {error}")
-            _end(error.exit_code)
-        if comm.rank == 0:
-            _print(str(merged))
-        sys.exit(merged.exit_code)
-    if comm is None:
-        _print(str(error))
-        sys.exit(error.exit_code)
-    time.sleep(0.2 * comm.rank)  # the first rank that can speak says it, the others only if it could not
-    _print(f"rank {comm.rank}: {error}")
+    time.sleep(min(_rank(), 3))  # the first rank that can speak says it, the others only if it could not
+    _print(f"{_who()}{error}")
     _end(error.exit_code)
 
 
@@ -124,14 +138,17 @@ def _rank() -> int:
     return comm.rank if comm is not None else 0
 
 
-def _size() -> int:
-    comm = _comm()
-    return comm.size if comm is not None else 1
+def _who() -> str:
+    """The beginning of a line that one rank says for itself."""
+    return f"rank {_rank()}: " if _comm() is not None else ""
 
 
 def _end(code: int) -> NoReturn:
     if _comm() is None:
         sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(0.2)  # launchers drop what they have not read when the job is aborted
     mpi.abort(code)
 
 

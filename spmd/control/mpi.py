@@ -122,6 +122,8 @@ class Group:
     def broadcast_int64(self, values: Sequence[int] | np.ndarray, root: int = 0) -> np.ndarray:
         """Root's integers on every rank, in one message; `values` gives the length everywhere."""
         values = np.array(values, np.int64)
+        if not 0 <= root < self.size:
+            raise InputError(f"broadcast_int64 on {self.name}: root {root} is outside the group of {self.size} ranks")
         if self.size > 1:
             self.agree(f"broadcast_int64 int64[{values.size}] root {root}")
             wait([self.comm.Ibcast(values, root)])

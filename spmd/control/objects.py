@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd.control.agree import wait
-from spmd.errors import SpmdError
+from spmd.errors import DeadlineError, InputError, SpmdError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,6 +38,7 @@ def _failed(ranks: list[int], why: str) -> SerializationError:
 
 def broadcast(comm: MPI.Comm, obj: Any, root: int = 0, *, chunk: int = CHUNK, timeout: float | None = None) -> Any:
     """Every rank gets root's object; the root itself a copy, as the others do."""
+    _check_root("broadcast", comm, root)
     data, why = _dump(obj) if comm.rank == root else (np.empty(0, np.uint8), "")
     size = np.array([-1 if why else data.size], np.int64)
     wait([comm.Ibcast(size, root)], timeout)
@@ -68,6 +69,7 @@ def gather(
     comm: MPI.Comm, obj: Any, root: int = 0, *, chunk: int = CHUNK, timeout: float | None = None
 ) -> list[Any] | None:
     """Root gets the list of all objects, in group order; the others None."""
+    _check_root("gather", comm, root)
     data, why = _dump(obj)
     sizes = _sizes(comm, data, why, timeout)
     here = comm.rank == root
@@ -80,6 +82,11 @@ def gather(
         if here:
             _deal(received, counts, parts, at)
     return [pickle.loads(part.data) for part in parts] if here else None
+
+
+def _check_root(op: str, comm: MPI.Comm, root: int) -> None:
+    if not 0 <= root < comm.size:
+        raise InputError(f"{op}: root {root} is outside the group of {comm.size} ranks")
 
 
 def _sizes(comm: MPI.Comm, data: np.ndarray, why: str, timeout: float | None) -> list[int]:
@@ -111,9 +118,10 @@ class Sending:
 
 
 def isend(comm: MPI.Comm, obj: Any, dest: int, tag: int = 0, *, chunk: int = CHUNK) -> Sending:
-    """Start sending an object; it may be changed right away."""
+    """Start sending an object; it may be changed right away. SerializationError here and where it is received."""
     data, why = _dump(obj)
     if why:
+        wait([comm.Isend(np.array([-1], np.int64), dest, tag)])
         raise _failed([comm.rank], why)
     pieces = [np.array([data.size], np.int64)] + [data[at : at + chunk] for at in range(0, data.size, chunk)]
     return Sending([comm.Isend(piece, dest, tag) for piece in pieces], pieces)
@@ -127,8 +135,21 @@ def send(comm: MPI.Comm, obj: Any, dest: int, tag: int = 0, *, chunk: int = CHUN
 def recv(comm: MPI.Comm, source: int, tag: int = 0, *, chunk: int = CHUNK, timeout: float | None = None) -> Any:
     """Receive the next object of `source`."""
     size = np.empty(1, np.int64)
-    wait([comm.Irecv(size, source, tag)], timeout)
+    receive(comm, size, source, tag, timeout)
+    if size[0] < 0:
+        raise _failed([source], "")
     data = np.empty(size[0], np.uint8)
     for at in range(0, data.size, chunk):
-        wait([comm.Irecv(data[at : at + chunk], source, tag)], timeout)
+        receive(comm, data[at : at + chunk], source, tag, timeout)
     return pickle.loads(data.data)
+
+
+def receive(comm: MPI.Comm, buffer: np.ndarray, source: int, tag: int, timeout: float | None) -> None:
+    """Fill a contiguous array. After a DeadlineError nothing stays posted: the next receive gets the next message."""
+    request = comm.Irecv(buffer, source, tag)
+    try:
+        wait([request], timeout, lambda: f"receive with tag {tag}: rank {source} has not sent")
+    except DeadlineError:
+        request.Cancel()
+        request.Wait()
+        raise

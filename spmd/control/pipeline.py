@@ -102,6 +102,7 @@ def init_pp_comm(mapping: Mapping) -> PipelineComm:
     What else needs all ranks is made here as well: under pipelining a first use inside a forward would wait for ever.
     """
     global _pp_comm
+    Distributed.get(mapping)
     if _pp_comm is not None and _pp_comm.mapping.world_size != mapping.world_size:
         old = _pp_comm.mapping.world_size
         warnings.warn(f"replacing the pipeline communicator: world {old} -> {mapping.world_size}", stacklevel=2)
@@ -110,7 +111,6 @@ def init_pp_comm(mapping: Mapping) -> PipelineComm:
     if _pp_comm is None:
         _pp_comm = PipelineComm(mapping)
     _pp_comm.mapping = mapping
-    Distributed.get(mapping)
     return _pp_comm
 
 
