@@ -31,7 +31,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-2, "float16": 5e-2}
 
 
-def options() -> argparse.ArgumentParser:
+def options() -> job.Options:
     parser = job.Options(prog="python -m spmd.run", description=__doc__)
     add = parser.add_argument
     add("--model", metavar="PATH", help="Hugging Face directory or GGUF file (default: a tiny random decoder)")
@@ -84,7 +84,7 @@ def layout(args: argparse.Namespace, world: int, rank: int) -> Mapping:
             f"use mpirun -np {tp * pp * cp}, or other sizes"
         )
     partition = None
-    if args.pp_partition:
+    if args.pp_partition is not None:
         try:
             partition = [int(count) for count in args.pp_partition.split(",")]
         except ValueError:
@@ -96,12 +96,15 @@ def check(args: argparse.Namespace) -> None:
     """Option values that no type can refuse."""
     if args.max_tokens < 1:
         raise InputError(f"--max-tokens must be at least 1, but got {args.max_tokens}")
-    if args.temperature < 0:
+    if not 0 <= args.temperature < float("inf"):
         raise InputError(f"--temperature must be at least 0, but got {args.temperature}")
     if not 0 < args.top_p <= 1:
         raise InputError(f"--top-p must be above 0 and at most 1, but got {args.top_p}")
     if args.microbatches is not None and args.microbatches < 1:
         raise InputError(f"--microbatches must be at least 1, but got {args.microbatches}")
+    for name, path in (("--json", args.json), ("--trace", args.trace)):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise InputError(f"cannot write {path} ({name}): its folder does not exist")
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -109,7 +112,7 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
         return [Prompt(text=args.prompt if args.prompt is not None else "Hello")]
     path, prompts = Path(args.prompts_file), []
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -117,13 +120,15 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
             continue
         try:
             value = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path} line {number} is not JSON: {error}") from error
         text, ids = (value.get(key) if isinstance(value, dict) else None for key in ("prompt", "token_ids"))
         right = isinstance(text, str) if ids is None else isinstance(ids, list) and all(type(i) is int for i in ids)
         if not right:
             raise InputError(f'{path} line {number} must be {{"prompt": text}} or {{"token_ids": [numbers]}}')
         prompts.append(Prompt(text, ids))
+    if not prompts:
+        raise InputError(f"there is no prompt in {path}")
     return prompts
 
 
@@ -136,9 +141,11 @@ def encode(prompts: list[Prompt], tokenizer: Tokenizer | None, chat: bool) -> li
         if not prompt.text:
             raise InputError(f"prompt {index} is empty: it needs at least one token")
         assert tokenizer is not None, "texts come with a tokenizer"
-        ids.append(
-            tokenizer.chat([{"role": "user", "content": prompt.text}]) if chat else tokenizer.encode(prompt.text)
-        )
+        talk = [{"role": "user", "content": prompt.text}]
+        try:
+            ids.append(tokenizer.chat(talk) if chat else tokenizer.encode(prompt.text))
+        except InputError as error:
+            raise InputError(f"prompt {index}: {error}") from error
     return ids
 
 
@@ -268,8 +275,8 @@ class Job:
 
 
 def main() -> None:
-    args = options().parse_args()
     comm = job.start()
+    args = job.parse(options(), comm)
     if "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a host
         import torch
 

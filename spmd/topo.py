@@ -15,7 +15,7 @@ from spmd.topology.radix import Group
 _SHOWN = 16  # groups of an axis and ranks of a table that are shown before "..."
 
 
-def options() -> argparse.ArgumentParser:
+def options() -> job.Options:
     parser = job.Options(prog="python -m spmd.topo", description=__doc__)
     add = parser.add_argument
     for name in ("tp", "pp", "cp"):
@@ -105,8 +105,8 @@ def _matrix(places: list[Place]) -> str:
 
 
 def main() -> None:
-    args = options().parse_args()
     comm = job.start()
+    args = job.parse(options(), comm)
     layout = mapping(args)
     places = None
     if comm is not None:

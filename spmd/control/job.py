@@ -176,6 +176,12 @@ def start() -> MPI.Comm | None:
 
     Errors: InputError when the launcher and the MPI library do not belong together.
     """
-    if any(name in os.environ for name in _LAUNCHERS):
-        return mpi.world()
-    return None
+    comm = mpi.world() if any(name in os.environ for name in _LAUNCHERS) else None
+    default_timeout()  # a bad SPMD_TIMEOUT is found before something waits
+    return comm
+
+
+def parse(parser: Options, comm: MPI.Comm | None) -> argparse.Namespace:
+    """The options of this rank; a wrong one on any rank is an InputError on all."""
+    with together(comm):
+        return parser.parse_args()

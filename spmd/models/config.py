@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from collections.abc import Mapping as Dict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +35,6 @@ class ModelConfig:
     max_positions: int
     windows: tuple[int | None, ...]
     eos: tuple[int, ...]
-    dtype: str
 
     @property
     def hidden(self) -> int:
@@ -54,80 +55,129 @@ def _architecture(name: str) -> str:
     return ARCHITECTURES[name]
 
 
+_REQUIRED: Any = object()
+
+
 class _Reader:
-    """A dict whose missing keys are errors that name the key and the file."""
+    """Values of a configuration by name and kind: a missing or absurd one is an InputError that names key and file."""
 
     def __init__(self, values: Dict[str, Any], where: str) -> None:
         self.values, self.where = values, where
 
-    def __getitem__(self, key: str) -> Any:
+    def _get(self, key: str, default: Any, right: Callable[[Any], bool], kind: str) -> Any:
         value = self.values.get(key)
         if value is None:
-            raise InputError(f"{self.where} lacks {key!r}")
+            if default is _REQUIRED:
+                raise InputError(f"{self.where} lacks {key!r}")
+            return default
+        if not right(value):
+            raise InputError(f"{self.where}: {key} must be {kind}, but is {str(value)[:60]!r}")
         return value
 
-    def number(self, key: str, kind: type = int) -> Any:
-        value = self[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or (kind is int and value < 1):
-            raise InputError(f"{self.where}: {key} must be a positive number, but is {value!r}")
-        return kind(value)
+    def count(self, key: str, default: Any = _REQUIRED) -> Any:
+        """An integer above 0."""
+        return self._get(key, default, lambda v: type(v) is int and v > 0, "a whole number above 0")
 
+    def real(self, key: str, default: Any = _REQUIRED) -> Any:
+        """A finite number above 0."""
+        value = self._get(key, default, lambda v: type(v) in (int, float) and 0 < v < math.inf, "a number above 0")
+        return None if value is None else float(value)
 
-def _token_ids(value: Any) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list) else (int(value),)
+    def flag(self, key: str) -> bool:
+        return self._get(key, False, lambda v: isinstance(v, bool), "true or false")
+
+    def text(self, key: str, default: Any = _REQUIRED) -> Any:
+        return self._get(key, default, lambda v: isinstance(v, str), "a text")
+
+    def mapping(self, key: str) -> dict[str, Any] | None:
+        return self._get(key, None, lambda v: isinstance(v, dict), "an object")
+
+    def texts(self, key: str, default: Any = _REQUIRED) -> Any:
+        return self._get(key, default, lambda v: isinstance(v, list) and all(isinstance(i, str) for i in v), "texts")
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id, several, or none."""
+
+        def right(value: Any) -> bool:
+            ids = value if isinstance(value, list) else [value]
+            return all(type(i) is int and i >= 0 for i in ids)
+
+        value = self._get(key, (), right, "a token id or a list of them")
+        return (value,) if isinstance(value, int) else tuple(value)
 
 
 def from_hf(values: Dict[str, Any], where: str, generation: Dict[str, Any] | None = None) -> ModelConfig:
     """From a Hugging Face config.json (and generation_config.json, which knows best what ends a text).
 
-    Errors: InputError for an unknown architecture, a missing or absurd value, an activation other than SiLU.
+    Errors: InputError for an unknown architecture, a missing or absurd value, an activation other than SiLU, and
+    quantised weights.
     """
-    read, get = _Reader(values, where), values.get
-    family = _architecture((get("architectures") or ["none"])[0])
-    if get("hidden_act", "silu") != "silu":
-        raise InputError(f"{where}: hidden_act {get('hidden_act')!r} is not supported, only 'silu'")
-    heads, hidden = read.number("num_attention_heads"), read.number("hidden_size")
-    head_dim = get("head_dim") or hidden // heads
-    layers, positions = read.number("num_hidden_layers"), read.number("max_position_embeddings")
-    rope = dict(get("rope_parameters") or get("rope_scaling") or {})
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    theta = rope.get("rope_theta") or get("rope_theta") or 10000.0
+    read = _Reader(values, where)
+    family = _architecture((read.texts("architectures", None) or ["none"])[0])
+    if read.text("hidden_act", "silu") != "silu":
+        raise InputError(f"{where}: hidden_act {values['hidden_act']!r} is not supported, only 'silu'")
+    if values.get("quantization_config"):
+        method = str(values["quantization_config"])[:60]
+        raise InputError(f"{where}: quantization_config {method} is not supported, only weights in fp32, bf16 or fp16")
+    heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
+    layers, positions = read.count("num_hidden_layers"), read.count("max_position_embeddings")
+    rope = dict(read.mapping("rope_parameters") or read.mapping("rope_scaling") or {})
+    head_dim, stored = read.count("head_dim", hidden // heads), _Reader(rope, f"{where}: rope")
+    bias = read.flag("attention_bias")
+    ends = _Reader(generation, "generation_config.json") if generation and "eos_token_id" in generation else read
     return ModelConfig(
         family=family,
-        vocab_size=read.number("vocab_size"),
+        vocab_size=read.count("vocab_size"),
         num_layers=layers,
-        intermediate=read.number("intermediate_size"),
+        intermediate=read.count("intermediate_size"),
         attention=AttentionConfig(
             hidden=hidden,
             num_heads=heads,
-            num_kv_heads=get("num_key_value_heads") or heads,
+            num_kv_heads=read.count("num_key_value_heads", heads),
             head_dim=head_dim,
-            qkv_bias=family == "qwen2" or bool(get("attention_bias", False)),
-            output_bias=family != "qwen2" and bool(get("attention_bias", False)),
+            qkv_bias=family == "qwen2" or bias,
+            output_bias=family != "qwen2" and bias,
             qk_norm=family == "qwen3",
-            eps=read.number("rms_norm_eps", float),
+            eps=read.real("rms_norm_eps"),
         ),
-        rope=RopeConfig(head_dim, float(theta), kind, rope, positions),
-        mlp_bias=bool(get("mlp_bias", False)),
-        tied=bool(get("tie_word_embeddings", False)),
+        rope=_rope(
+            head_dim,
+            stored.real("rope_theta", None) or read.real("rope_theta", 10000.0),
+            stored.text("rope_type", None) or stored.text("type", "default"),
+            rope,
+            positions,
+            where,
+        ),
+        mlp_bias=read.flag("mlp_bias"),
+        tied=read.flag("tie_word_embeddings"),
         max_positions=positions,
-        windows=_windows(family, values, layers),
-        eos=_token_ids((generation or {}).get("eos_token_id", get("eos_token_id"))),
-        dtype=str(get("dtype") or get("torch_dtype") or "float32").removeprefix("torch."),
+        windows=_windows(family, read, layers),
+        eos=ends.token_ids("eos_token_id"),
     )
 
 
-def _windows(family: str, values: Dict[str, Any], layers: int) -> tuple[int | None, ...]:
+def _rope(head_dim: int, theta: float, kind: str, parameters: dict[str, Any], positions: int, where: str) -> RopeConfig:
+    """The numbers among the scaling's parameters are checked here, which ones there must be in RopeConfig."""
+    if head_dim % 2:
+        raise InputError(f"{where}: head_dim must be even to be rotated, but is {head_dim}")
+    stored = _Reader(parameters, f"{where}: rope")
+    for name in parameters.keys() - {"rope_theta", "rope_type", "type", "truncate", "factors"}:
+        stored.real(name, None)
+    return RopeConfig(head_dim, theta, kind, parameters, positions)
+
+
+def _windows(family: str, read: _Reader, layers: int) -> tuple[int | None, ...]:
     """Sliding window of each layer: Mistral's on all, Qwen's only when switched on, on the layers the file names."""
-    get = values.get
-    size = get("sliding_window")
-    if not size or family == "llama" or (family.startswith("qwen") and not get("use_sliding_window", False)):
+    size = read.count("sliding_window", None)
+    if size is None or family == "llama" or (family.startswith("qwen") and not read.flag("use_sliding_window")):
         return (None,) * layers
-    kinds = get("layer_types")
+    kinds = read.texts("layer_types", None)
     if kinds is None:
-        first = get("max_window_layers", 28) if family.startswith("qwen") else 0
+        first = read.values.get("max_window_layers", 28) if family.startswith("qwen") else 0
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
-    return tuple(int(size) if kind == "sliding_attention" else None for kind in kinds)
+    if len(kinds) != layers:
+        raise InputError(f"{read.where}: layer_types has {len(kinds)} entries for {layers} layers")
+    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 
 _GGUF = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -142,44 +192,44 @@ def from_gguf(
 
     rope_factors: the file's rope_freqs tensor, which divides the frequency of every channel pair.
     """
-    arch = _Reader(values, where)["general.architecture"]
+    arch = _Reader(values, where).text("general.architecture")
     family = _architecture(_GGUF.get(arch, f"{arch} (GGUF)"))
-    keyed = {key.removeprefix(f"{arch}."): value for key, value in values.items()}
-    read = _Reader(keyed, where)
-    heads, hidden = read.number("attention.head_count"), read.number("embedding_length")
-    head_dim = int(keyed.get("attention.key_length") or hidden // heads)
-    positions = read.number("context_length")
-    scaling = keyed.get("rope.scaling.type") or "none"
-    rope: dict[str, Any] = {
-        "factor": keyed.get("rope.scaling.factor"),
-        "original_max_position_embeddings": keyed.get("rope.scaling.original_context_length"),
-    }
+    read = _Reader({key.removeprefix(f"{arch}."): value for key, value in values.items()}, where)
+    heads, hidden, positions = (
+        read.count("attention.head_count"),
+        read.count("embedding_length"),
+        read.count("context_length"),
+    )
+    head_dim, layers = read.count("attention.key_length", hidden // heads), read.count("block_count")
+    scaling = read.text("rope.scaling.type", "none")
     kind = _GGUF_ROPE.get(scaling, scaling)
+    rope: dict[str, Any] = {
+        "factor": read.real("rope.scaling.factor", None),
+        "original_max_position_embeddings": read.count("rope.scaling.original_context_length", None),
+    }
     if rope_factors is not None:
         kind, rope = "factors", {"factors": rope_factors}
-    layers = read.number("block_count")
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
         num_layers=layers,
-        intermediate=read.number("feed_forward_length"),
+        intermediate=read.count("feed_forward_length"),
         attention=AttentionConfig(
             hidden=hidden,
             num_heads=heads,
-            num_kv_heads=int(keyed.get("attention.head_count_kv") or heads),
+            num_kv_heads=read.count("attention.head_count_kv", heads),
             head_dim=head_dim,
             qkv_bias="blk.0.attn_q.bias" in tensors,
             output_bias="blk.0.attn_output.bias" in tensors,
             qk_norm="blk.0.attn_q_norm.weight" in tensors,
-            eps=read.number("attention.layer_norm_rms_epsilon", float),
+            eps=read.real("attention.layer_norm_rms_epsilon"),
         ),
-        rope=RopeConfig(head_dim, float(keyed.get("rope.freq_base") or 10000.0), kind, rope, positions),
+        rope=_rope(head_dim, read.real("rope.freq_base", 10000.0), kind, rope, positions, where),
         mlp_bias="blk.0.ffn_down.bias" in tensors,
         tied="output.weight" not in tensors,
         max_positions=positions,
-        windows=(keyed.get("attention.sliding_window") or None,) * layers,
-        eos=_token_ids(values.get("tokenizer.ggml.eos_token_id")),
-        dtype="float32",
+        windows=(read.count("attention.sliding_window", None),) * layers,
+        eos=read.token_ids("tokenizer.ggml.eos_token_id"),
     )
 
 
@@ -197,5 +247,4 @@ def tiny(num_heads: int) -> ModelConfig:
         max_positions=2048,
         windows=(None,) * 4,
         eos=(),
-        dtype="float32",
     )

@@ -8,6 +8,7 @@ stage straight to all others.
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +51,8 @@ def sample(logits: torch.Tensor, how: Sampling, prompt: int, position: int) -> i
         return int(logits.argmax())
     probabilities, order = torch.softmax(logits / how.temperature, -1).sort(descending=True)
     probabilities[probabilities.cumsum(-1) - probabilities > how.top_p] = 0
-    generator = torch.Generator().manual_seed((how.seed * 1_000_003 + prompt) * 1_000_003 + position)
+    digest = hashlib.blake2b(f"{how.seed} {prompt} {position}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
 

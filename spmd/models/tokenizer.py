@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from spmd.errors import InputError
-from spmd.models.weights import Checkpoint, GgufCheckpoint, read_json
+from spmd.models.weights import Checkpoint, GgufCheckpoint, read_json, readable
 
 
 class Tokenizer:
@@ -23,8 +23,14 @@ class Tokenizer:
         self._backend, self._template, self._special = backend, template, special
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; `special` adds what the model wants around a text (a begin token, usually)."""
-        return self._backend.encode(text, add_special_tokens=special).ids
+        """Token ids; `special` adds what the model wants around a text (a begin token, usually).
+
+        InputError for a text that is not Unicode (a lone surrogate, as bytes of another encoding become).
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=special).ids
+        except TypeError as error:
+            raise InputError(f"the text {text[:20]!r} ... is not valid Unicode: give it as UTF-8") from error
 
     def decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=True)
@@ -37,7 +43,6 @@ class Tokenizer:
         """Token ids of a conversation ready for the model's answer. InputError when there is no chat template."""
         if self._template is None:
             raise InputError("the checkpoint has no chat template: leave out --chat")
-        from jinja2.exceptions import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(
@@ -49,8 +54,8 @@ class Tokenizer:
             text = environment.from_string(self._template).render(
                 messages=messages, add_generation_prompt=True, **self._special
             )
-        except TemplateError as error:
-            raise InputError(f"the chat template failed: {error}") from error
+        except Exception as error:  # a template is a program of somebody else's, and may fail in any way
+            raise InputError(f"the chat template failed: {_line(error)}") from error
         return self.encode(text, special=False)
 
 
@@ -64,6 +69,10 @@ class Stream:
         return self._state.step(self._backend, token) or ""
 
 
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def _refuse(message: str) -> NoReturn:
     from jinja2.exceptions import TemplateError
 
@@ -73,7 +82,8 @@ def _refuse(message: str) -> NoReturn:
 def load(checkpoint: Checkpoint) -> Tokenizer:
     """The checkpoint's tokenizer. InputError when it has none, or one of an unknown kind."""
     if isinstance(checkpoint, GgufCheckpoint):
-        return _from_gguf(checkpoint.tokenizer_metadata(), checkpoint.path)
+        with readable(checkpoint.path, "the tokenizer of "):
+            return _from_gguf(checkpoint.tokenizer_metadata(), checkpoint.path)
     return _from_directory(checkpoint.path)
 
 
@@ -90,20 +100,28 @@ def _from_directory(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.exists():
         raise InputError(f"{path} has no tokenizer.json: give prompts as token_ids in a --prompts-file")
-    try:
-        backend = Backend.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise InputError(f"cannot read {file}: {str(error).splitlines()[0]}") from error
     settings_file, template_file = path / "tokenizer_config.json", path / "chat_template.jinja"
+    with readable(file):
+        backend = Backend.from_file(str(file))
     settings = read_json(settings_file) if settings_file.exists() else {}
-    template = template_file.read_text() if template_file.exists() else settings.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = next((item["template"] for item in template if item["name"] == "default"), None)
-    special = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = settings.get(name)
-        if value is not None:
-            special[name] = value["content"] if isinstance(value, dict) else value
+    template = settings.get("chat_template")
+    if template_file.exists():
+        with readable(template_file):
+            template = template_file.read_text()
+    with readable(settings_file):
+        if isinstance(template, list):  # several named templates
+            template = {item["name"]: item["template"] for item in template}.get("default")
+        if template is not None and not isinstance(template, str):
+            raise ValueError(f"chat_template is {str(template)[:40]!r}, not a text")
+        special = {}
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            value = settings.get(name)
+            if isinstance(value, dict):
+                value = value.get("content", value)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{name} is {str(value)[:40]!r}, not a text")
+            if value is not None:
+                special[name] = value
     return Tokenizer(backend, template, special)
 
 
@@ -148,13 +166,18 @@ def _from_gguf(metadata: Dict[str, Any], path: Path) -> Tokenizer:
         return metadata.get(f"tokenizer.ggml.{name}", default)
 
     kind, tokens = get("model"), get("tokens")
+    if tokens is not None and not all(isinstance(token, str) for token in tokens):
+        raise InputError(f"{path}: tokenizer.ggml.tokens must be texts")
     if tokens is None:
         raise InputError(f"{path} has no tokenizer: give prompts as token_ids in a --prompts-file")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if kind == "gpt2":
         backend = _byte_level_bpe(vocabulary, get("merges", []), get("pre", "default"), path)
     elif kind == "llama":
-        backend = _sentencepiece(vocabulary, get("scores"), get("add_space_prefix", True))
+        scores = get("scores")
+        if not isinstance(scores, list) or len(scores) != len(tokens):
+            raise InputError(f"{path}: tokenizer.ggml.scores must be {len(tokens)} numbers, one for each token")
+        backend = _sentencepiece(vocabulary, scores, get("add_space_prefix", True))
     else:
         raise InputError(f"{path}: tokenizer {kind!r} is not supported, only gpt2 and llama")
     for token, token_type in zip(tokens, get("token_type", []), strict=False):
@@ -165,6 +188,8 @@ def _from_gguf(metadata: Dict[str, Any], path: Path) -> Tokenizer:
     special = {}
     for name, key in (("bos_token", "bos_token_id"), ("eos_token", "eos_token_id"), ("unk_token", "unknown_token_id")):
         if get(key) is not None:
+            if not (type(get(key)) is int and 0 <= get(key) < len(tokens)):
+                raise InputError(f"{path}: tokenizer.ggml.{key} is {get(key)!r}, but there are {len(tokens)} tokens")
             special[name] = tokens[get(key)]
     if get("add_bos_token", kind == "llama") and "bos_token" in special:
         bos = special["bos_token"]
@@ -177,7 +202,9 @@ def _from_gguf(metadata: Dict[str, Any], path: Path) -> Tokenizer:
 def _byte_level_bpe(vocabulary: dict[str, int], merges: list[str], pre: str, path: Path) -> Backend:
     if pre not in _PRE:
         raise InputError(f"{path}: pre-tokenizer {pre!r} is not supported, only {', '.join(_PRE)}")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    pairs = [(left, right) for left, _, right in (str(merge).partition(" ") for merge in merges)]
+    if not isinstance(merges, list) or any(half not in vocabulary for pair in pairs for half in pair):
+        raise InputError(f"{path}: tokenizer.ggml.merges must be pairs of tokens of its vocabulary")
     backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=pre in ("llama-bpe", "llama3")))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()

@@ -22,6 +22,7 @@ from spmd.models import config as model_config
 from spmd.models.config import ModelConfig
 from spmd.nn.linear import Source
 
+_PLAIN = ("F64", "F32", "F16", "BF16")  # safetensors types that are the weights themselves
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -44,21 +45,20 @@ class Checkpoint:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path, part: str = "") -> Iterator[None]:
     """Whatever a library raises while reading a file is one line that names the file."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:  # OSError, UnicodeDecodeError, SafetensorError, gguf's ValueError, ...
-        raise InputError(
-            f"cannot read {path}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        ) from error
+        why = str(error).splitlines()[0] if str(error) else "no more is known"
+        raise InputError(f"cannot read {part}{path}: {type(error).__name__}: {why}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. InputError when it is missing, unreadable or something else."""
-    with _readable(path):
+    with readable(path):
         value = json.loads(path.read_text())
     if not isinstance(value, dict):
         raise InputError(f"cannot read {path}: not a JSON object")
@@ -95,8 +95,8 @@ class SafetensorsCheckpoint(Checkpoint):
         index = self.path / "model.safetensors.index.json"
         if index.exists():
             names = read_json(index).get("weight_map")
-            if not isinstance(names, dict):
-                raise InputError(f"{index} lacks 'weight_map'")
+            if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+                raise InputError(f"{index} lacks a 'weight_map' from tensor names to file names")
             home = {name: self.path / file for name, file in names.items()}
         else:
             files = sorted(self.path.glob("*.safetensors"))
@@ -114,7 +114,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if file not in opened:
             from safetensors import safe_open
 
-            with _readable(file):
+            with readable(file):
                 opened[file] = safe_open(os.fspath(file), framework="pt")
         return opened[file]
 
@@ -124,9 +124,12 @@ class SafetensorsCheckpoint(Checkpoint):
             self._check(name, shape, None)
         assert file is not None
         stored = self._file(file, self._open)
-        with _readable(file):
+        with readable(file):
             source = stored.get_slice(name)
         self._check(name, shape, tuple(source.get_shape()))
+        if source.get_dtype() not in _PLAIN:
+            plain = ", ".join(_PLAIN)
+            raise InputError(f"{file}: tensor {name!r} is stored as {source.get_dtype()}, which is not one of {plain}")
         return source
 
 
@@ -176,7 +179,7 @@ class GgufCheckpoint(Checkpoint):
             tensor.name: _GgufTensor(tuple(int(n) for n in reversed(tensor.shape)), tensor.tensor_type, tensor.data)
             for tensor in reader.tensors
         }
-        with _readable(path):
+        with readable(path):
             small = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= self._SMALL}
         del reader  # holds an object per word of the vocabulary: 150 MB
         embedding = self._tensors.get("token_embd.weight")
@@ -197,13 +200,13 @@ class GgufCheckpoint(Checkpoint):
             import gguf
         except ImportError:
             raise InputError(f"reading {self.path} needs the gguf package: pip install 'spmd[gguf]'") from None
-        with _readable(self.path):
+        with readable(self.path):
             return gguf.GGUFReader(self.path)
 
     def tokenizer_metadata(self) -> dict[str, Any]:
         """The key-value pairs that describe the tokenizer, decoded from the file."""
         fields = self._reader().fields
-        with _readable(self.path):
+        with readable(self.path):
             return {name: field.contents() for name, field in fields.items() if name.startswith("tokenizer.")}
 
     def read(self, name: str, shape: tuple[int, ...]) -> Source:
@@ -239,7 +242,7 @@ class _GgufSource:
         step = max(self._STEP // max((last - first) * block, 1), 1)
         trim = slice(cols.start - first * block, cols.stop - first * block)
         for at in range(0, len(out), step):
-            with _readable(self._path):
+            with readable(self._path):
                 values = gguf.quants.dequantize(data[at : at + step], self._tensor.kind)
             out.numpy()[at : at + step] = values[:, trim]
         return out
