@@ -9,3 +9,15 @@ def swiglu(gate_up: int, y: int, rows: int, n: int, dtype: int) -> None: ...
 def rotate_store(
     qkv: int, rotation: int, cache: int, rows: int, heads: int, kv_heads: int, d: int, dtype: int
 ) -> None: ...
+def attend(
+    queries: int,
+    cache: int,
+    out: int,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    count: int,
+    lead: int,
+    share: int,
+    dtype: int,
+) -> None: ...

@@ -60,6 +60,12 @@ void rotate_store(Address qkv, Address rotation, Address cache, std::int64_t row
                                      reinterpret_cast<void*>(cache), rows, heads, kv_heads, d, dtype);
 }
 
+void attend(Address queries, Address cache, Address out, std::int64_t heads, std::int64_t kv_heads, std::int64_t d,
+            std::int64_t count, std::int64_t lead, std::int64_t share, int dtype) {
+    spmd::row_kernels().attend(reinterpret_cast<const void*>(queries), reinterpret_cast<const void*>(cache),
+                               reinterpret_cast<void*>(out), heads, kv_heads, d, count, lead, share, dtype);
+}
+
 }  // namespace
 
 NB_MODULE(_cpu, m) {
@@ -68,6 +74,7 @@ NB_MODULE(_cpu, m) {
     m.def("rms_norm", &rms_norm, "See rows.h; residual 0: none.");
     m.def("swiglu", &swiglu, "See rows.h.");
     m.def("rotate_store", &rotate_store, "See rows.h.");
+    m.def("attend", &attend, "See rows.h.");
     m.def("monotonic_ns", &monotonic_ns, "Nanoseconds of CLOCK_MONOTONIC: comparable between the processes of a host.");
     m.def("relax", &relax, nb::arg("turn"), nb::call_guard<nb::gil_scoped_release>(),
           "Wait a little: turn counts the polls so far; pause first, then yield the core, then sleep 50 us.");

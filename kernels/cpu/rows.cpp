@@ -1,4 +1,4 @@
-// Purpose: residual + RMSNorm, SwiGLU, rotary embedding with the KV cache write, one pass over a row each.
+// Purpose: residual + RMSNorm, SwiGLU, rotary embedding with the KV cache write, attention of one token.
 // Method:  plain loops over fp32 with a fixed number of accumulators, so that every instruction set adds in the same
 //          order and the compiler can vectorise without reordering. Compiled once per instruction set, SPMD_ISA names it.
 // Requirement: contiguous rows; T is fp32, bf16 or fp16; every result is rounded to T once.
@@ -9,6 +9,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 namespace spmd {
 namespace SPMD_ISA {
@@ -104,6 +105,50 @@ void rotate_store_rows(T* qkv, const float* rotation, T* cache, std::int64_t row
     }
 }
 
+// Dot product with kSum accumulators, folded pairwise.
+template <class T>
+float dot(const float* a, const T* b, std::int64_t d) {
+    constexpr int kSum = 16;
+    float lanes[kSum] = {};
+    std::int64_t i = 0;
+    for (; i + kSum <= d; i += kSum)
+        for (int k = 0; k < kSum; ++k) lanes[k] += a[i + k] * load(b[i + k]);
+    for (; i < d; ++i) lanes[i % kSum] += a[i] * load(b[i]);
+    for (int width = kSum / 2; width; width /= 2)
+        for (int k = 0; k < width; ++k) lanes[k] += lanes[k + width];
+    return lanes[0];
+}
+
+// scores[0 ... n) become exp(score - max); returns their sum.
+float exponentials(float* __restrict scores, std::int64_t n) {
+    float top = scores[0];
+    for (std::int64_t i = 1; i < n; ++i) top = scores[i] > top ? scores[i] : top;
+    for (std::int64_t i = 0; i < n; ++i) scores[i] = exponential(scores[i] - top);
+    float sum = 0;
+    for (std::int64_t i = 0; i < n; ++i) sum += scores[i];
+    return sum;
+}
+
+template <class T>
+void attend_token(const T* queries, const T* cache, T* out, std::int64_t heads, std::int64_t kv_heads, std::int64_t d,
+                  std::int64_t count, std::int64_t lead, std::int64_t share) {
+    thread_local std::vector<float> memory;
+    memory.resize(count + 2 * d);
+    float *scores = memory.data(), *query = scores + count, *sum = query + d;
+    const std::int64_t step = 2 * kv_heads * d;  // from one position of the cache to the next
+    for (std::int64_t h = 0; h < heads; ++h) {
+        const T* keys = cache + (lead + h) / share * d;
+        const T* values = keys + kv_heads * d;
+        const float scale = 1.0f / std::sqrt(static_cast<float>(d));
+        for (std::int64_t i = 0; i < d; ++i) query[i] = load(queries[h * d + i]) * scale, sum[i] = 0;
+        for (std::int64_t p = 0; p < count; ++p) scores[p] = dot(query, keys + p * step, d);
+        const float total = exponentials(scores, count);
+        for (std::int64_t p = 0; p < count; ++p)
+            for (std::int64_t i = 0; i < d; ++i) sum[i] += scores[p] * load(values[p * step + i]);
+        for (std::int64_t i = 0; i < d; ++i) out[h * d + i] = store<T>(sum[i] / total);
+    }
+}
+
 // Calls f with a null pointer of the element type that `dtype` names.
 template <class F>
 void with_type(int dtype, F f) {
@@ -131,10 +176,18 @@ void rotate_store(void* qkv, const float* rotation, void* cache, std::int64_t ro
     });
 }
 
+void attend(const void* queries, const void* cache, void* out, std::int64_t heads, std::int64_t kv_heads,
+            std::int64_t d, std::int64_t count, std::int64_t lead, std::int64_t share, int dtype) {
+    with_type(dtype, [&]<class T>(T*) {
+        attend_token(static_cast<const T*>(queries), static_cast<const T*>(cache), static_cast<T*>(out), heads,
+                     kv_heads, d, count, lead, share);
+    });
+}
+
 }  // namespace
 
 extern const RowKernels kernels;
-const RowKernels kernels = {&rms_norm, &swiglu, &rotate_store};
+const RowKernels kernels = {&rms_norm, &swiglu, &rotate_store, &attend};
 
 }  // namespace SPMD_ISA
 }  // namespace spmd

@@ -19,6 +19,10 @@ struct RowKernels {
     // cache [rows, 2, kv_heads, d]; rotation [rows, d / 2] complex, as (cos, sin) pairs
     void (*rotate_store)(void* qkv, const float* rotation, void* cache, std::int64_t rows, std::int64_t heads,
                          std::int64_t kv_heads, std::int64_t d, int dtype);
+    // One token's queries [heads, d] over cache [count, 2, kv_heads, d] -> out [heads, d], softmax(q k / sqrt(d)) v in
+    // fp32. Query head h reads key/value head (lead + h) / share.
+    void (*attend)(const void* queries, const void* cache, void* out, std::int64_t heads, std::int64_t kv_heads,
+                   std::int64_t d, std::int64_t count, std::int64_t lead, std::int64_t share, int dtype);
 };
 
 const RowKernels& row_kernels();

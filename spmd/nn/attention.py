@@ -14,7 +14,7 @@ from spmd.errors import InputError
 from spmd.nn.linear import Linear, Source, TensorParallelMode
 from spmd.nn.norm import RMSNorm
 from spmd.nn.rotary import interleave
-from spmd.nn.rows import rotate_store
+from spmd.nn.rows import attend, rotate_store
 from spmd.topology.mapping import Mapping
 
 
@@ -46,22 +46,14 @@ class KvCache:
     """Keys and values of one layer on this rank: [slots, max_length, 2 (k, v), kv_heads, head_dim]."""
 
     def __init__(self, slots: int, max_length: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self.data = torch.empty(slots, max_length, 2, kv_heads, head_dim, dtype=dtype)
-        by_head = self.data.permute(0, 2, 3, 1, 4)
-        self._keys = [by_head[slot : slot + 1, 0] for slot in range(slots)]
-        self._values = [by_head[slot : slot + 1, 1] for slot in range(slots)]
+        self._slots = list(torch.empty(slots, max_length, 2, kv_heads, head_dim, dtype=dtype))
 
-    def place(self, chunk: Chunk) -> torch.Tensor:
-        """Where a chunk's keys and values go: [length, 2, kv_heads, head_dim]. InputError when the slot is full."""
-        end = chunk.start + chunk.length
-        if end > self.data.shape[1]:
-            raise InputError(f"sequence of {end} tokens in a KV cache of {self.data.shape[1]}: raise max_length")
-        return self.data[chunk.slot, chunk.start : end]
-
-    def read(self, chunk: Chunk, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [1, kv_heads, n, head_dim] of positions first ... start + length - 1."""
-        count = chunk.start + chunk.length - first
-        return self._keys[chunk.slot].narrow(2, first, count), self._values[chunk.slot].narrow(2, first, count)
+    def __getitem__(self, place: tuple[int, slice]) -> torch.Tensor:
+        """Positions of one slot: [length, 2, kv_heads, head_dim]. InputError when the slot is too short."""
+        slot, positions = self._slots[place[0]], place[1]
+        if positions.stop > len(slot):
+            raise InputError(f"sequence of {positions.stop} tokens in a KV cache of {len(slot)}: raise max_length")
+        return slot[positions]
 
 
 class Attention:
@@ -129,30 +121,18 @@ class Attention:
 
     def _one(self, qkv: torch.Tensor, rotation: torch.Tensor, chunk: Chunk, cache: KvCache) -> torch.Tensor:
         """Attention of one chunk: its rows [length, heads + 2 * kv_heads, d] -> [length, heads * d]."""
-        rotate_store(qkv, rotation, cache.place(chunk))
-        queries, window = qkv[:, : self.num_heads], self.config.window
+        end, window = chunk.start + chunk.length, self.config.window
+        rotate_store(qkv, rotation, cache[chunk.slot, chunk.start : end])
         first = max(0, chunk.start + 1 - window) if window else 0
-        keys, values = cache.read(chunk, first)
+        seen = cache[chunk.slot, first:end]
         if chunk.length == 1:
-            return self._decode(queries[0], keys, values)
-        keys, values = keys[:, self._kv_of_head], values[:, self._kv_of_head]
+            return attend(qkv, seen, self.num_heads, self._lead, self._share)
+        keys, values = seen[:, :, self._kv_of_head].permute(1, 2, 0, 3).unsqueeze(1)
         simple = chunk.start == 0 and not (window and chunk.length > window)
         mask = None if simple else self._mask(chunk, first)
-        out = F.scaled_dot_product_attention(queries.transpose(0, 1)[None], keys, values, mask, is_causal=simple)
+        queries = qkv[:, : self.num_heads].transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=simple)
         return out[0].transpose(0, 1).reshape(chunk.length, -1)
-
-    def _decode(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """One token: the heads [heads, d] that share a key/value head are its queries, and nothing is masked."""
-        places, d = self.num_kv_heads * self._share, queries.shape[-1]
-        if places != self.num_heads:
-            padded = queries.new_zeros(places, d)
-            padded[self._lead : self._lead + self.num_heads] = queries
-            queries = padded
-        grouped = queries.view(1, self.num_kv_heads, self._share, d)
-        out = F.scaled_dot_product_attention(grouped, keys, values)  # 4-D: the flash kernel takes no 3-D
-        if places != self.num_heads:
-            return out.flatten(0, 2)[self._lead : self._lead + self.num_heads].reshape(1, -1)
-        return out.reshape(1, -1)
 
     def _mask(self, chunk: Chunk, first: int) -> torch.Tensor:
         """True where a new token may look: not ahead, not further back than the window."""

@@ -50,7 +50,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     if not _native(gate_up, gate_up):
         return swiglu_reference(gate_up)
     n = gate_up.shape[-1] // 2
-    y = gate_up.new_empty(*gate_up.shape[:-1], n)
+    y = torch.empty((*gate_up.shape[:-1], n), dtype=gate_up.dtype)
     _cpu.swiglu(gate_up.data_ptr(), y.data_ptr(), y.numel() // n, n, _CODES[y.dtype])
     return y
 
@@ -91,3 +91,24 @@ def rotate_store_reference(qkv: torch.Tensor, rotation: torch.Tensor, cache: tor
     qkv[:, : -2 * kv_heads] = turning[:, :-kv_heads].to(qkv.dtype)
     cache[:, 0] = turning[:, -kv_heads:].to(qkv.dtype)
     cache[:, 1] = qkv[:, -kv_heads:]
+
+
+def attend(queries: torch.Tensor, cache: torch.Tensor, heads: int, lead: int, share: int) -> torch.Tensor:
+    """Attention of one token over its sequence's cache: softmax(q k / sqrt(d)) v in fp32 -> [1, heads * d].
+
+    queries: [1, heads or more, d], of which the first `heads` are used; cache: [count, 2, kv_heads, d]. Query head h
+    reads key/value head (lead + h) // share.
+    """
+    if not _native(queries, cache):
+        return attend_reference(queries, cache, heads, lead, share)
+    count, _, kv_heads, d = cache.shape
+    out = torch.empty((1, heads * d), dtype=queries.dtype)
+    at = queries.data_ptr(), cache.data_ptr(), out.data_ptr()
+    _cpu.attend(*at, heads, kv_heads, d, count, lead, share, _CODES[out.dtype])
+    return out
+
+
+def attend_reference(queries: torch.Tensor, cache: torch.Tensor, heads: int, lead: int, share: int) -> torch.Tensor:
+    keys, values = cache[:, :, [(lead + head) // share for head in range(heads)]].float().permute(1, 2, 0, 3)
+    scores = torch.einsum("hd,hpd->hp", queries[0, :heads].float(), keys) * queries.shape[-1] ** -0.5
+    return torch.einsum("hp,hpd->hd", scores.softmax(-1), values).reshape(1, -1).to(queries.dtype)

@@ -65,3 +65,28 @@ def test_nan_stays_nan_in_bf16():
     x = torch.ones(1, 4, dtype=torch.bfloat16)
     x[0, 1] = float("nan")
     assert rows.rms_norm(x, torch.ones(4, dtype=torch.bfloat16), 1e-5).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    "heads,kv_heads,lead,share", [(9, 3, 0, 3), (4, 2, 0, 3), (5, 2, 1, 3), (1, 1, 7, 8), (2, 2, 0, 1)]
+)
+@pytest.mark.parametrize("count", [1, 2, 15, 33, 300])
+def test_attend(dtype, heads, kv_heads, lead, share, count):
+    torch.manual_seed(count)
+    queries = torch.randn(1, heads + 2 * kv_heads, 24).to(dtype) * 5
+    cache = torch.randn(count + 1, 2, kv_heads, 24).to(dtype)
+    cache[count] = float("nan")  # what is not asked for is not read
+    ours = rows.attend(queries, cache[:count], heads, lead, share)
+    torch.testing.assert_close(
+        ours,
+        rows.attend_reference(queries, cache[:count], heads, lead, share),
+        rtol=STEPS[dtype] * 2,
+        atol=STEPS[dtype] * 4,
+    )
+
+
+def test_attend_large_scores():
+    queries, cache = torch.ones(1, 3, 16) * 1e4, torch.randn(40, 2, 1, 16)
+    ours = rows.attend(queries, cache, 1, 0, 1)
+    assert torch.equal(ours[0], cache[cache[:, 0, 0].sum(-1).argmax(), 1, 0])
