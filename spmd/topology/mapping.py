@@ -14,6 +14,7 @@ from collections.abc import Mapping as Dict
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
+from inspect import signature
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -37,34 +38,6 @@ VIEWS = {
 }
 AXES = tuple(axis for axes in VIEWS.values() for axis in axes)
 _VIEW_OF = {axis: view for view, axes in VIEWS.items() for axis in axes}
-
-# every constructor argument, in its order: the state of a Mapping is exactly this
-FIELDS = (
-    "world_size",
-    "rank",
-    "gpus_per_node",
-    "cp_size",
-    "cp_config",
-    "tp_size",
-    "pp_size",
-    "pp_partition",
-    "moe_cluster_size",
-    "moe_tp_size",
-    "moe_ep_size",
-    "attn_tp_size",
-    "attn_cp_size",
-    "enable_attention_dp",
-    "enable_lm_head_tp_in_adp",
-    "dwdp_size",
-    "dwdp_rank",
-    "attn_dp_size",
-)
-# the integers among them, and whether -1 means "derive it" (None: checked elsewhere)
-_SIZES = {
-    name: None if "rank" in name or name == "dwdp_size" else name.startswith(("moe", "attn"))
-    for name in FIELDS
-    if name.endswith(("_size", "rank", "_per_node"))
-}
 
 
 def _quotient(whole: int, part: int, what: str) -> int:
@@ -492,6 +465,17 @@ class Mapping:
             raise InputError(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key/value heads")
         heads, share = self.q_heads(num_heads), num_heads // num_kv_heads
         return range(heads.start // share, (heads.stop - 1) // share + 1)
+
+
+# every constructor argument, in its order: the state of a Mapping is exactly this
+FIELDS = tuple(signature(Mapping.__init__).parameters)[1:]
+
+# the integers among them, and whether -1 means "derive it" (None: checked elsewhere)
+_SIZES = {
+    name: None if "rank" in name or name == "dwdp_size" else name.startswith(("moe", "attn"))
+    for name in FIELDS
+    if name.endswith(("_size", "rank", "_per_node"))
+}
 
 
 def _add_axis(axis: str) -> None:
