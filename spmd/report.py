@@ -55,9 +55,12 @@ class Progress:
             sys.stdout.write(self._stream.step(token) if self._stream is not None else f"{token} ")
             sys.stdout.flush()
 
-    def done(self, tokens: list[list[int]]) -> None:
+    def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def texts(self, tokens: list[list[int]]) -> None:
+        """What several prompts gave, in their order."""
         if self._single:
             sys.stdout.write("\n")
             return
@@ -66,9 +69,20 @@ class Progress:
             sys.stdout.write(f"[{index}] {text}\n")
 
 
-def gather(dist: Distributed, made: Generation, prompts: list[list[int]], load_s: float, peak: int) -> dict[str, Any]:
-    """Collective. Timing of rank 0; communication per operation and group, and memory, of the rank with the most."""
-    ranks = dist.allgather((recorder.summary(), peak, load_s))
+def gather(
+    dist: Distributed,
+    made: Generation,
+    prompts: list[list[int]],
+    communication: list[dict[str, Any]],
+    load_s: float,
+    peak: int,
+) -> dict[str, Any]:
+    """Collective. Timing of rank 0; communication per operation and group, and memory, of the rank with the most.
+
+    communication: this rank's totals during the forward; peak: this process's largest resident memory in bytes, mapped
+    file pages included.
+    """
+    ranks = dist.allgather((communication, peak, load_s))
     worst: dict[tuple[str, str], dict[str, Any]] = {}
     for rows, _, _ in ranks:
         for row in rows:

@@ -12,7 +12,7 @@ from spmd.topology.mapping import AXES, Mapping
 from spmd.topology.node import NEARNESS, Place, nearness
 from spmd.topology.radix import Group
 
-_SHOWN = 16  # groups of an axis and ranks of a table that are shown before "..."
+_SHOWN = 64  # groups of an axis and ranks of a table that are shown before "..."
 
 
 def options() -> job.Options:
@@ -83,7 +83,7 @@ def render(layout: Mapping, places: list[Place] | None, limit: int) -> str:
         groups.add_row(axis, str(getattr(layout, f"{axis}_size")), " ".join(texts) + more)
     console.print(groups)
     if places:
-        console.print(_matrix(places))
+        console.print(_matrix(places[:limit]))
     return out.getvalue()
 
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <ctime>
 #include <sched.h>
+#include <vector>
 
 #include "rows.h"
 
@@ -62,8 +63,11 @@ void rotate_store(Address qkv, Address rotation, Address cache, std::int64_t row
 
 void attend(Address queries, Address cache, Address out, std::int64_t heads, std::int64_t kv_heads, std::int64_t d,
             std::int64_t count, std::int64_t lead, std::int64_t share, int dtype) {
+    thread_local std::vector<float> scratch;
+    if (scratch.size() < static_cast<std::size_t>(count + 2 * d)) scratch.resize(2 * (count + 2 * d));
     spmd::row_kernels().attend(reinterpret_cast<const void*>(queries), reinterpret_cast<const void*>(cache),
-                               reinterpret_cast<void*>(out), heads, kv_heads, d, count, lead, share, dtype);
+                               reinterpret_cast<void*>(out), heads, kv_heads, d, count, lead, share, scratch.data(),
+                               dtype);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Purpose: residual + RMSNorm, SwiGLU, rotary embedding with the KV cache write, attention of one token.
 // Method:  plain loops over fp32 with a fixed number of accumulators, so that every instruction set adds in the same
-//          order and the compiler can vectorise without reordering. Compiled once per instruction set, SPMD_ISA names it.
+//          order and the compiler can vectorise without reordering. Compiled once per instruction set, SPMD_ISA names it;
+//          nothing of the standard library that is shared by all translation units may be instantiated here.
 // Requirement: contiguous rows; T is fp32, bf16 or fp16; every result is rounded to T once.
 // Use:     nn/rows.py, through the table in rows.h.
 
@@ -9,7 +10,6 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 namespace spmd {
 namespace SPMD_ISA {
@@ -65,12 +65,13 @@ void rms_norm_rows(const T* x, const T* residual, const T* weight, T* y, T* sum,
 
 // e^x for x in fp32, relative error below 2e-7: 2^k * p(f), Cody-Waite reduction, Taylor to the sixth power
 inline float exponential(float x) {
-    x = x < 88.0f ? x : 88.0f;
-    x = x > -87.0f ? x : -87.0f;
+    x = x > 88.0f ? 88.0f : x;  // written so that NaN goes through
+    x = x < -87.0f ? -87.0f : x;
     const float k = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
     const float f = (x - k * 0.693359375f) + k * 2.12194440e-4f;
     const float p = 1.0f + f * (1.0f + f * (0.5f + f * (1.0f / 6 + f * (1.0f / 24 + f * (1.0f / 120 + f / 720)))));
-    return p * std::bit_cast<float>((static_cast<std::int32_t>(k) + 127) << 23);
+    const auto power = static_cast<std::int32_t>(k == k ? k : 0.0f);
+    return p * std::bit_cast<float>((power + 127) << 23);
 }
 
 template <class T>
@@ -131,10 +132,8 @@ float exponentials(float* __restrict scores, std::int64_t n) {
 
 template <class T>
 void attend_token(const T* queries, const T* cache, T* out, std::int64_t heads, std::int64_t kv_heads, std::int64_t d,
-                  std::int64_t count, std::int64_t lead, std::int64_t share) {
-    thread_local std::vector<float> memory;
-    memory.resize(count + 2 * d);
-    float *scores = memory.data(), *query = scores + count, *sum = query + d;
+                  std::int64_t count, std::int64_t lead, std::int64_t share, float* scratch) {
+    float *scores = scratch, *query = scores + count, *sum = query + d;
     const std::int64_t step = 2 * kv_heads * d;  // from one position of the cache to the next
     for (std::int64_t h = 0; h < heads; ++h) {
         const T* keys = cache + (lead + h) / share * d;
@@ -177,10 +176,10 @@ void rotate_store(void* qkv, const float* rotation, void* cache, std::int64_t ro
 }
 
 void attend(const void* queries, const void* cache, void* out, std::int64_t heads, std::int64_t kv_heads,
-            std::int64_t d, std::int64_t count, std::int64_t lead, std::int64_t share, int dtype) {
+            std::int64_t d, std::int64_t count, std::int64_t lead, std::int64_t share, float* scratch, int dtype) {
     with_type(dtype, [&]<class T>(T*) {
         attend_token(static_cast<const T*>(queries), static_cast<const T*>(cache), static_cast<T*>(out), heads,
-                     kv_heads, d, count, lead, share);
+                     kv_heads, d, count, lead, share, scratch);
     });
 }
 

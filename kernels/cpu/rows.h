@@ -20,9 +20,10 @@ struct RowKernels {
     void (*rotate_store)(void* qkv, const float* rotation, void* cache, std::int64_t rows, std::int64_t heads,
                          std::int64_t kv_heads, std::int64_t d, int dtype);
     // One token's queries [heads, d] over cache [count, 2, kv_heads, d] -> out [heads, d], softmax(q k / sqrt(d)) v in
-    // fp32. Query head h reads key/value head (lead + h) / share.
+    // fp32. Query head h reads key/value head (lead + h) / share. scratch: count + 2 * d floats
     void (*attend)(const void* queries, const void* cache, void* out, std::int64_t heads, std::int64_t kv_heads,
-                   std::int64_t d, std::int64_t count, std::int64_t lead, std::int64_t share, int dtype);
+                   std::int64_t d, std::int64_t count, std::int64_t lead, std::int64_t share, float* scratch,
+                   int dtype);
 };
 
 const RowKernels& row_kernels();

@@ -2,7 +2,10 @@
 
 Every function has the same shape: check the arguments, return the input for a group of one, agree (SPMD_CHECK=1), call
 MPI on contiguous memory, record. The output never aliases the input unless `out=` says so, and the input may be changed
-right after the call. Sums of fp16 and bf16 are made in fp32 and rounded once.
+right after the call. Sums of fp16 and bf16 are made in fp32 and rounded once. The algorithms are the MPI library's.
+
+Errors of every function: InputError for arguments that cannot be; under SPMD_CHECK=1 DesyncError on all ranks when they
+differ and DeadlineError when a rank does not come.
 """
 
 from __future__ import annotations
@@ -90,17 +93,25 @@ def _mpi() -> tuple[Any, dict[torch.dtype, MPI.Datatype], dict[str, MPI.Op], Any
     return MPI.buffer.fromaddress, types, {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}, MPI.IN_PLACE
 
 
+class _Message(list[Any]):
+    """What MPI is told of a tensor, which it keeps alive."""
+
+    tensor: torch.Tensor
+
+
 def _memory(x: torch.Tensor, counts: int | list[int] | None = None) -> list[Any]:
     """A contiguous tensor as an MPI message of `counts` elements (default: all). Half the price of a NumPy view."""
     from_address, types, _, _ = _mpi()
-    return [from_address(x.data_ptr(), x.nbytes), x.numel() if counts is None else counts, types[x.dtype]]
+    message = _Message((from_address(x.data_ptr(), x.nbytes), x.numel() if counts is None else counts, types[x.dtype]))
+    message.tensor = x
+    return message
 
 
 def _call(op: str, group: Group, nbytes: int, blocking: Callable, non_blocking: Callable, *args: Any) -> None:
     """One MPI collective. With more ranks than cores the wait gives the core away instead of spinning."""
     start = monotonic_ns()
     if group.crowded:
-        wait([non_blocking(*args)])
+        wait([non_blocking(*args)], memory=args)
     else:
         blocking(*args)
     recorder.add(op, group.name, nbytes, start)
@@ -147,12 +158,8 @@ def all_reduce(x: torch.Tensor, group: Group, *, op: str = "sum", out: torch.Ten
         work = work.clone(memory_format=torch.contiguous_format)
     _check_count("all_reduce", group, work.numel())
     _, _, reductions, in_place = _mpi()
-    message, start = _memory(work), monotonic_ns()
-    if group.crowded:
-        wait([group.data.Iallreduce(in_place, message, reductions[op])])
-    else:
-        group.data.Allreduce(in_place, message, reductions[op])
-    recorder.add("all_reduce", group.name, x.nbytes, start)
+    args = (in_place, _memory(work), reductions[op])
+    _call("all_reduce", group, x.nbytes, group.data.Allreduce, group.data.Iallreduce, *args)
     if work is out:
         return out
     return work.to(x.dtype) if out is None else out.copy_(work)
@@ -220,7 +227,7 @@ def all_to_all(
     """Cut `x` along `dim`, send the i-th part to rank i, and concatenate what arrives, in group order.
 
     send_sizes: parts of x, 0 allowed, summing to x.shape[dim] (None: equal). recv_sizes: what the others send here
-    (None: equal to send_sizes when those are None too, else asked of the others).
+    (None: equal to send_sizes when those are None too, else asked of the others). All ranks give them or none does.
     """
     _check("all_to_all", group, x)
     dim = _axis("all_to_all", group, x, dim)
@@ -232,7 +239,8 @@ def all_to_all(
     if recv_sizes is not None:
         _check_sizes("all_to_all", group, recv_sizes, name="recv_sizes")
     if group.checked:
-        group.agree(f"all_to_all {describe(x, None if equal else dim)} dim {dim}")
+        how = f"{'equal' if equal else 'given'}, {'asked' if recv_sizes is None else 'given'}"
+        group.agree(f"all_to_all {describe(x, None if equal else dim)} dim {dim} sizes {how}")
     comm = group.data
     if recv_sizes is None:
         recv_sizes = list(send_sizes) if equal else _exchange_sizes(comm, send_sizes)

@@ -2,7 +2,8 @@
 
 Under SPMD_CHECK=1 every collective first sends one short text, its signature ("all_reduce bf16[16,576]"), to the first
 rank of the group, which compares them and answers. A difference or a missing rank becomes one line on every rank that
-can still speak. Without it a wait still has a deadline, but cannot say who is late.
+can still speak. Without it waits of the control plane and of the pipeline still have a deadline, but cannot say who is
+late; tensors move by MPI's own blocking calls, which wait for ever.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _WIDTH = 512  # bytes of a signature or a verdict on the wire; longer texts are cut and end in a hash of the whole
+AGREE_TAG = 32000  # and the next: signatures; messages of users stay below (MPI grants tags up to 32767)
+_abandoned: list[object] = []  # what MPI may still write to: requests of waits that were given up, and their memory
 GRACE = 5.0  # seconds that the others give the first rank to send its verdict after their own deadline
 
 
@@ -43,10 +46,16 @@ def default_timeout() -> float:
     return seconds
 
 
-def wait(requests: Sequence[MPI.Request], timeout: float | None = None, late: Callable[[], str] | None = None) -> None:
+def wait(
+    requests: Sequence[MPI.Request],
+    timeout: float | None = None,
+    late: Callable[[], str] | None = None,
+    memory: object = None,
+) -> None:
     """Wait for MPI requests and give the core away meanwhile. DeadlineError after `timeout` s (None: SPMD_TIMEOUT).
 
-    `late` says, when time is up, who or what is missing.
+    late says, when time is up, who or what is missing. memory: what the requests read and write, if they do not hold it
+    themselves; it outlives a wait that was given up.
     """
     from mpi4py import MPI
 
@@ -58,6 +67,7 @@ def wait(requests: Sequence[MPI.Request], timeout: float | None = None, late: Ca
         if MPI.Request.Testall(requests):
             return
         if turn > 256 and monotonic_ns() > deadline:
+            _abandoned.append((requests, memory))
             what = late() if late else "a rank has not arrived (SPMD_CHECK=1 names it)"
             raise DeadlineError(f"{what}: gave up after {limit:g} s (SPMD_TIMEOUT)")
         relax(turn)
@@ -106,11 +116,16 @@ class Agreement:
             mine, answer = _pack(text), np.empty(_WIDTH, np.uint8)
             requests = [comm.Isend(mine, first, tag), comm.Irecv(answer, first, tag + 1)]
             limit = default_timeout() + GRACE if timeout is None else timeout + 1
-            wait(requests, limit, lambda: f"{here}: rank {self._ranks[0]} has not arrived")
+            try:
+                wait(requests, limit, lambda: f"{here}: rank {self._ranks[0]} has not arrived")
+            except DeadlineError as late:
+                late.order = self._peers.index(comm.rank)
+                raise
             verdict = _unpack(answer)
         if verdict:
-            kind = DeadlineError if verdict.startswith("late ") else DesyncError
-            raise kind(verdict.split(" ", 1)[1])
+            error = (DeadlineError if verdict.startswith("late ") else DesyncError)(verdict.split(" ", 1)[1])
+            error.order = self._peers.index(comm.rank)
+            raise error
 
     def _judge(self, text: str, here: str, timeout: float | None) -> tuple[str, list[int]]:
         """On the first rank: collect the texts and compare. Returns the verdict ("" is agreement) and who arrived."""

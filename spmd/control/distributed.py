@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spmd._cpu import monotonic_ns
 from spmd.control import mpi, objects
+from spmd.control.agree import AGREE_TAG
+from spmd.control.record import recorder
 from spmd.errors import InputError
 from spmd.topology.mapping import AXES, Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from mpi4py import MPI
 
 _GROUPS = ("world", "tp_cp", "node", "dwdp", *AXES)  # the order numbers the tags of communicator creation
 _open: dict[Mapping, Distributed] = {}
@@ -49,6 +54,7 @@ class Distributed:
         self._groups: dict[str, mpi.Group] = {}
         self._parent = None
         self.local_rank, self.local_size, self._crowded, self.member = 0, 1, False, True
+        self.cores_per_rank = len(os.sched_getaffinity(0))
         self._node_ranks: Sequence[int] = range(mapping.rank, mapping.rank + 1)
         if mapping.world_size == 1:
             return
@@ -68,7 +74,10 @@ class Distributed:
         self._find_hosts()
 
     def _find_hosts(self) -> None:
-        """Who shares my host, and whether some host has more ranks than cores. Collective over the mapping's world."""
+        """Who shares my host, how many cores each of us has there, and whether some host has more ranks than cores.
+
+        Collective over the mapping's world.
+        """
         host = socket.gethostname()
         places = self.allgather((host, sorted(os.sched_getaffinity(0))))
         self._node_ranks = [rank for rank, (name, _) in enumerate(places) if name == host]
@@ -76,6 +85,8 @@ class Distributed:
         used: dict[str, set[int]] = {}
         for name, affinity in places:
             used.setdefault(name, set()).update(affinity)
+        own = len(os.sched_getaffinity(0))
+        self.cores_per_rank = max(1, min(own, len(used[host]) // self.local_size))
         names = [name for name, _ in places]
         self._crowded = any(names.count(name) > len(used[name]) for name in used)
         for group in self._groups.values():
@@ -115,28 +126,28 @@ class Distributed:
     # ------------------------------------------------------------------ collectives on objects
 
     def broadcast(self, obj: Any, root: int = 0, *, axis: str = "world", timeout: float | None = None) -> Any:
-        """Root's object on every rank (a copy on the root too)."""
+        """Root's object on every rank: a copy, on the root too (in a group of one: the object itself)."""
         group = self.group(axis)
         if group.size == 1:
             return obj
-        group.agree(f"broadcast root {root}")
-        return objects.broadcast(group.comm, obj, root, timeout=timeout)
+        group.agree(f"broadcast root {root}", timeout)
+        return self._recorded("broadcast", group, objects.broadcast, obj, root, timeout=timeout)
 
     def allgather(self, obj: Any, *, axis: str = "world", timeout: float | None = None) -> list[Any]:
         """All objects on every rank, in group order."""
         group = self.group(axis)
         if group.size == 1:
             return [obj]
-        group.agree("allgather object")
-        return objects.allgather(group.comm, obj, timeout=timeout)
+        group.agree("allgather object", timeout)
+        return self._recorded("allgather", group, objects.allgather, obj, timeout=timeout)
 
     def gather(self, obj: Any, root: int = 0, *, axis: str = "world", timeout: float | None = None) -> list[Any] | None:
         """All objects on the root, in group order; None elsewhere."""
         group = self.group(axis)
         if group.size == 1:
             return [obj]
-        group.agree(f"gather object root {root}")
-        return objects.gather(group.comm, obj, root, timeout=timeout)
+        group.agree(f"gather object root {root}", timeout)
+        return self._recorded("gather", group, objects.gather, obj, root, timeout=timeout)
 
     def allgather_int64(self, values: Sequence[int], *, axis: str = "world") -> np.ndarray:
         """Fixed-length integers of every rank in one message, for token counts: [group size, len(values)] int64."""
@@ -145,20 +156,30 @@ class Distributed:
     def barrier(self, *, axis: str = "world", timeout: float | None = None) -> None:
         """Nobody leaves before all have come."""
         group = self.group(axis)
-        group.agree("barrier")
+        group.agree("barrier", timeout)
         group.barrier(timeout)
 
+    @staticmethod
+    def _recorded(op: str, group: mpi.Group, call: Callable[..., Any], *args: Any, timeout: float | None) -> Any:
+        start = monotonic_ns()
+        result = call(group.comm, *args, timeout=timeout)
+        recorder.add(f"{op}_object", group.name, 0, start)
+        return result
+
     # ------------------------------------------------------------------ one to one, by global rank
+    # Errors of all of them: InputError for a rank or a tag that does not exist, DeadlineError when nothing comes.
 
     def send_object(self, obj: Any, dest: int, tag: int = 0) -> None:
-        objects.send(self.group("world").comm, obj, dest, tag)
+        """Send a copy of an object. SerializationError here and at the receiver when it cannot be pickled."""
+        self.isend_object(obj, dest, tag).wait()
 
     def isend_object(self, obj: Any, dest: int, tag: int = 0) -> objects.Sending:
         """Returns a handle with `wait()`; the object may be changed right away."""
-        return objects.isend(self.group("world").comm, obj, dest, tag)
+        return objects.isend(self._peers(dest, tag), obj, dest, tag)
 
     def recv_object(self, src: int, tag: int = 0, timeout: float | None = None) -> Any:
-        return objects.recv(self.group("world").comm, src, tag, timeout=timeout)
+        """The next object that rank `src` sends with this tag."""
+        return objects.recv(self._peers(src, tag), src, tag, timeout=timeout)
 
     def send(self, buffer: np.ndarray, dest: int, tag: int = 0) -> None:
         """Send a contiguous array; it may be overwritten when this returns."""
@@ -166,12 +187,19 @@ class Distributed:
 
     def isend(self, buffer: np.ndarray, dest: int, tag: int = 0) -> objects.Sending:
         """Start sending a contiguous array, which must stay as it is until the handle's `wait()` returns."""
-        return objects.Sending([self.group("world").comm.Isend(_contiguous(buffer), dest, tag)], [buffer])
+        return objects.Sending([self._peers(dest, tag).Isend(_contiguous(buffer), dest, tag)], [buffer])
 
     def recv(self, buffer: np.ndarray, src: int, tag: int = 0, timeout: float | None = None) -> np.ndarray:
-        """Fill a contiguous array of the sender's size."""
-        objects.receive(self.group("world").comm, _contiguous(buffer), src, tag, timeout)
+        """Fill a contiguous array of the sender's size and type."""
+        objects.receive(self._peers(src, tag), _contiguous(buffer), src, tag, timeout)
         return buffer
+
+    def _peers(self, peer: int, tag: int) -> MPI.Comm:
+        if not (0 <= peer < self.world_size and 0 <= tag < AGREE_TAG):
+            raise InputError(
+                f"peer {peer} with tag {tag}: need a rank in 0 ... {self.world_size - 1}, a tag below {AGREE_TAG}"
+            )
+        return self.group("world").comm
 
     def close(self) -> None:
         """Free this mapping's communicators: its ranks call it together. The next `get` makes new ones."""

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from spmd import errors
 from spmd.control import mpi, objects
 from spmd.control.agree import GRACE, Agreement, default_timeout
-from spmd.errors import DeadlineError, DesyncError, InputError, SpmdError
+from spmd.errors import DeadlineError, InputError, OutOfStepError, SpmdError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_LAUNCHERS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")  # MPICH, Open MPI, any PMIx launcher (srun)
 _MEET = 3.0  # seconds a failed rank gives the others to come before it ends the job
 _END_TAG = 1000  # of the meeting at the end; communicator creation uses smaller ones
 
@@ -74,7 +73,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     code, patience = 0, None
     try:
         main()
-    except (DeadlineError, DesyncError) as raised:
+    except OutOfStepError as raised:
         _end_out_of_step(raised)
     except SpmdError as raised:
         error, code, patience = raised, raised.exit_code, _MEET
@@ -97,7 +96,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         except DeadlineError as late:
             _print(f"{_who()}{error or late}")
             _end(code or late.exit_code)
-    if error is not None and (comm is None or comm.rank == 0):
+    if error is not None and (launched_rank() if comm is None else comm.rank) == 0:
         _print(str(error))
     sys.exit(code)
 
@@ -111,11 +110,11 @@ def _meet(comm: MPI.Comm, error: SpmdError | None, code: int, patience: float | 
     return _merge([outcome for outcome, _ in outcomes], error), max(code for _, code in outcomes)
 
 
-def _end_out_of_step(error: SpmdError) -> NoReturn:
+def _end_out_of_step(error: OutOfStepError) -> NoReturn:
     """Ranks of one group know that they differ, others may wait elsewhere for ever: no meeting, the job ends."""
     if debug_level():
         traceback.print_exception(error)
-    time.sleep(min(_rank(), 3))  # the first rank that can speak says it, the others only if it could not
+    time.sleep(min(error.order, 5))  # the first rank that can speak says it, the others only if it could not
     _print(f"{_who()}{error}")
     _end(error.exit_code)
 
@@ -165,7 +164,7 @@ class Options(argparse.ArgumentParser):
 
 def launched_rank() -> int:
     """This process's rank as its launcher says, before MPI starts; 0 without a launcher."""
-    for variable in _LAUNCHERS:
+    for variable, _, _ in mpi.LAUNCHERS:
         if os.environ.get(variable, "").isdigit():
             return int(os.environ[variable])
     return 0
@@ -176,7 +175,7 @@ def start() -> MPI.Comm | None:
 
     Errors: InputError when the launcher and the MPI library do not belong together.
     """
-    comm = mpi.world() if any(name in os.environ for name in _LAUNCHERS) else None
+    comm = mpi.world() if any(name in os.environ for name, _, _ in mpi.LAUNCHERS) else None
     default_timeout()  # a bad SPMD_TIMEOUT is found before something waits
     return comm
 

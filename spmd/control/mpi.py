@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from spmd.control.agree import Agreement, checking, wait
+from spmd._cpu import monotonic_ns
+from spmd.control.agree import AGREE_TAG, Agreement, checking, wait
+from spmd.control.record import recorder
 from spmd.errors import InputError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# what the launchers of MPICH (hydra) and Open MPI (prterun) tell each process they start
-_LAUNCHER_SIZE = {"OMPI_COMM_WORLD_SIZE": "Open MPI", "PMI_SIZE": "MPICH"}
+# what launchers tell each process they start: rank, size and whose it is (srun with PMIx: no size)
+LAUNCHERS = (
+    ("PMI_RANK", "PMI_SIZE", "MPICH"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
+    ("PMIX_RANK", "", "a PMIx launcher"),
+)
 
 
 @lru_cache(maxsize=1)
@@ -35,7 +41,7 @@ def world() -> MPI.Intracomm:
 
 def check_launcher(environment: dict[str, str], size: int, library: str) -> None:
     """Compare what the launcher said with what the library sees; pure, so that it can be tested."""
-    for variable, launcher in _LAUNCHER_SIZE.items():
+    for _, variable, launcher in LAUNCHERS:
         launched = environment.get(variable, "")
         if size == 1 and launched.isdigit() and int(launched) > 1:
             loaded = library.replace("\0", "").strip().splitlines()[0].split(",")[0].strip()
@@ -96,17 +102,19 @@ class Group:
 
     @cached_property
     def _agreement(self) -> Agreement:
-        return Agreement(self.comm, self.name, self.ranks)
+        return Agreement(self.comm, self.name, self.ranks, tag=AGREE_TAG)
 
-    def agree(self, signature: str) -> None:
+    def agree(self, signature: str, timeout: float | None = None) -> None:
         """Under SPMD_CHECK=1: the same call with the same arguments on every rank, or one error on all of them."""
         if self.checked:
-            self._agreement.check(signature)
+            self._agreement.check(signature, timeout)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Nobody leaves before all have come."""
         if self.size > 1:
+            start = monotonic_ns()
             wait([self.comm.Ibarrier()], timeout)
+            recorder.add("barrier", self.name, 0, start)
 
     def allgather_int64(self, values: Sequence[int] | np.ndarray) -> np.ndarray:
         """Fixed-length integers of every rank, in one message: [size, len(values)] int64."""
@@ -116,7 +124,9 @@ class Group:
             everyone[0] = mine
             return everyone
         self.agree(f"allgather_int64 int64[{mine.size}]")
+        start = monotonic_ns()
         wait([self.comm.Iallgather(mine, everyone)])
+        recorder.add("allgather_int64", self.name, mine.nbytes, start)
         return everyone
 
     def broadcast_int64(self, values: Sequence[int] | np.ndarray, root: int = 0) -> np.ndarray:
@@ -126,7 +136,9 @@ class Group:
             raise InputError(f"broadcast_int64 on {self.name}: root {root} is outside the group of {self.size} ranks")
         if self.size > 1:
             self.agree(f"broadcast_int64 int64[{values.size}] root {root}")
+            start = monotonic_ns()
             wait([self.comm.Ibcast(values, root)])
+            recorder.add("broadcast_int64", self.name, values.nbytes, start)
         return values
 
     def close(self) -> None:

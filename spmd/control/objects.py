@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spmd.control.agree import wait
-from spmd.errors import DeadlineError, InputError, SpmdError
+from spmd.errors import DeadlineError, InputError, SerializationError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 CHUNK = 1 << 28  # bytes per MPI call and rank
-
-
-class SerializationError(SpmdError, TypeError):
-    """An object handed to a collective cannot be pickled; raised on every rank of the group."""
 
 
 def _dump(obj: Any) -> tuple[np.ndarray, str]:

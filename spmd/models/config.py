@@ -10,7 +10,7 @@ from typing import Any
 
 from spmd.errors import InputError
 from spmd.nn.attention import AttentionConfig
-from spmd.nn.rotary import RopeConfig
+from spmd.nn.rotary import PARAMETERS, RopeConfig
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -77,6 +77,10 @@ class _Reader:
     def count(self, key: str, default: Any = _REQUIRED) -> Any:
         """An integer above 0."""
         return self._get(key, default, lambda v: type(v) is int and v > 0, "a whole number above 0")
+
+    def index(self, key: str, default: int) -> int:
+        """An integer from 0."""
+        return self._get(key, default, lambda v: type(v) is int and v >= 0, "a whole number from 0")
 
     def real(self, key: str, default: Any = _REQUIRED) -> Any:
         """A finite number above 0."""
@@ -161,7 +165,7 @@ def _rope(head_dim: int, theta: float, kind: str, parameters: dict[str, Any], po
     if head_dim % 2:
         raise InputError(f"{where}: head_dim must be even to be rotated, but is {head_dim}")
     stored = _Reader(parameters, f"{where}: rope")
-    for name in parameters.keys() - {"rope_theta", "rope_type", "type", "truncate", "factors"}:
+    for name in PARAMETERS:
         stored.real(name, None)
     return RopeConfig(head_dim, theta, kind, parameters, positions)
 
@@ -173,7 +177,7 @@ def _windows(family: str, read: _Reader, layers: int) -> tuple[int | None, ...]:
         return (None,) * layers
     kinds = read.texts("layer_types", None)
     if kinds is None:
-        first = read.values.get("max_window_layers", 28) if family.startswith("qwen") else 0
+        first = read.index("max_window_layers", 28) if family.startswith("qwen") else 0
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
     if len(kinds) != layers:
         raise InputError(f"{read.where}: layer_types has {len(kinds)} entries for {layers} layers")

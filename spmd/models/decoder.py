@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -120,7 +121,7 @@ class Decoder:
         if self.embed is not None:
             self.embed.load_shard(checkpoint.read("model.embed_tokens.weight", (c.vocab_size, c.hidden)))
         if self.last:
-            self.norm.weight.copy_(checkpoint.read("model.norm.weight", (c.hidden,))[(slice(0, c.hidden),)])
+            self._load_norm(checkpoint, self.norm, "model.norm.weight")
         if self.head is not None and not c.tied:
             self.head.load_shard(checkpoint.read("lm_head.weight", (c.vocab_size, c.hidden)))
         q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
@@ -163,5 +164,6 @@ class _RandomCheckpoint(Checkpoint):
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if "norm" in name:
             return torch.ones(shape)
-        generator = torch.Generator().manual_seed(sum(name.encode()) * 7919 + len(name) + self._seed)
+        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest))
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5

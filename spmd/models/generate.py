@@ -46,10 +46,13 @@ class Generation:
 
 
 def sample(logits: torch.Tensor, how: Sampling, prompt: int, position: int) -> int:
-    """One token from logits [vocab] fp32. What is drawn depends on seed, prompt and position, not on the layout."""
+    """One token from logits [vocab] fp32. What is drawn depends on seed, prompt and position, not on the layout.
+
+    Source of top-p: Holtzman et al., The Curious Case of Neural Text Degeneration, 2019.
+    """
     if how.temperature == 0:
         return int(logits.argmax())
-    probabilities, order = torch.softmax(logits / how.temperature, -1).sort(descending=True)
+    probabilities, order = torch.softmax((logits - logits.max()) / how.temperature, -1).sort(descending=True)
     probabilities[probabilities.cumsum(-1) - probabilities > how.top_p] = 0
     digest = hashlib.blake2b(f"{how.seed} {prompt} {position}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)

@@ -57,14 +57,20 @@ class KvCache:
 
 
 class Attention:
-    """forward(x [T, hidden], rotation, chunks, cache) -> [T, hidden], the finished sum on every rank.
+    """forward(x [T, hidden], rotation [T, head_dim / 2] complex64, chunks, cache) -> [T, hidden].
+
+    Every rank gets the finished sum (or its part of it, with `AllReduceParams(enable_allreduce=False)`).
 
     The rows of x are the chunks' tokens one after the other. Query head h reads key/value head h // (heads / kv_heads);
     a rank's heads are `Mapping.q_heads` / `kv_heads`, which may be uneven, so the query heads of a rank need not fill
-    the groups of its key/value heads. Errors: InputError when heads do not cover the ranks, or a slot is full.
+    the groups of its key/value heads. Errors: InputError when heads do not cover the ranks, a slot
+    is full, or the mapping has cp or attention DP. Source: Ainslie et al., GQA, 2023.
     """
 
     def __init__(self, config: AttentionConfig, mapping: Mapping, dtype: torch.dtype) -> None:
+        if mapping.cp_size > 1 or mapping.attn_dp_size > 1:
+            sizes = f"cp_size {mapping.cp_size}, attn_dp_size {mapping.attn_dp_size}"
+            raise InputError(f"attention is cut over tp alone, but the mapping has {sizes}: use 1 for both")
         self.config, d = config, config.head_dim
         heads = mapping.q_heads(config.num_heads)
         kv_heads = mapping.kv_heads(config.num_heads, config.num_kv_heads)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from spmd.collectives import library
 from spmd.control.distributed import Distributed
 from spmd.errors import InputError
-from spmd.nn.linear import Source
+from spmd.nn.linear import Source, fill
 from spmd.topology.mapping import Mapping
 from spmd.topology.split import split
 
@@ -18,7 +18,7 @@ class VocabParallelEmbedding:
 
     forward(ids [T] int64) -> [T, hidden], equal on all ranks: rows of others count as zero and one all-reduce adds up.
     `logits(x [T, hidden])` -> [T, vocab_size] on every rank, the same table read as LM head.
-    Errors: InputError when there are fewer words than ranks.
+    Errors: InputError when there are fewer words than ranks. Source: Shoeybi et al., Megatron-LM, 2019.
     """
 
     def __init__(self, vocab_size: int, hidden: int, dtype: torch.dtype | None, mapping: Mapping) -> None:
@@ -32,8 +32,8 @@ class VocabParallelEmbedding:
         self.weight = self._columns.t()
 
     def load_shard(self, table: Source) -> None:
-        """Copy this rank's rows of the whole stored table."""
-        self.weight.copy_(table[slice(self.own.start, self.own.stop), slice(0, self.weight.shape[1])])
+        """Copy this rank's rows of the whole stored table [vocab_size, hidden]. InputError when it is too small."""
+        fill(self.weight, table[slice(self.own.start, self.own.stop), slice(0, self.weight.shape[1])], table)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.mapping.tp_size == 1:
@@ -47,6 +47,7 @@ class VocabParallelEmbedding:
     __call__ = forward
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden], equal on all ranks -> scores [T, vocab_size] of x's type, on every rank."""
         scores = torch.mm(x, self._columns)
         if self.mapping.tp_size == 1:
             return scores

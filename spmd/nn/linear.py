@@ -61,6 +61,16 @@ def _listed(stored: Source | Sequence[Source]) -> list[Source]:
     return list(stored) if isinstance(stored, list | tuple) else [cast(Source, stored)]
 
 
+def fill(target: torch.Tensor, part: torch.Tensor, whole: Source) -> None:
+    """Copy a slice of a stored tensor to its place; torch would broadcast one that is too small."""
+    if part.shape != target.shape:
+        stored = list(whole.shape) if isinstance(whole, torch.Tensor) else "stored"
+        raise InputError(
+            f"a slice of shape {list(target.shape)} is needed, but the {stored} tensor gives {list(part.shape)}"
+        )
+    target.copy_(part)
+
+
 class Linear:
     """y = x @ weight.T + bias over the ranks of the mapping's tp group.
 
@@ -121,7 +131,10 @@ class Linear:
         return Distributed.get(self.mapping).group("tp")
 
     def load_shard(self, weights: Source | Sequence[Source], biases: Source | Sequence[Source] | None = None) -> None:
-        """Copy this rank's slices of whole stored tensors: one per range of `own` (weight [out, in], bias [out])."""
+        """Copy this rank's slices of whole stored tensors: one per range of `own` (weight [out, in], bias [out]).
+
+        Errors: InputError when a stored tensor is too small, or a torch tensor is not what the layer's sizes say.
+        """
         many = _listed(weights)
         column = self.tp_mode == TensorParallelMode.COLUMN
         full = [range(self.in_features if column else self.out_features)]
@@ -130,13 +143,13 @@ class Linear:
         for weight, part in zip(many, own, strict=True):
             target = self.weight.narrow(0 if column else 1, at, len(part))
             rows, cols = (part, full[0]) if column else (full[0], part)
-            target.copy_(weight[_slice(rows), _slice(cols)])
+            fill(target, weight[_slice(rows), _slice(cols)], weight)
             at += len(part)
         if biases is None or self.bias is None:
             return
         at = 0
         for stored, part in zip(_listed(biases), self.own if column else full, strict=True):
-            self.bias.narrow(0, at, len(part)).copy_(stored[(_slice(part),)])
+            fill(self.bias.narrow(0, at, len(part)), stored[(_slice(part),)], stored)
             at += len(part)
 
     def shard_lora(self, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> LoraWeights:
@@ -158,6 +171,11 @@ class Linear:
         lora_params: Dict[int, LoraWeights] | None = None,
         layer_idx: int | None = None,
     ) -> torch.Tensor:
+        """input [..., in] -> [..., out] of the layer's type; what each rank takes and gets: see the class.
+
+        lora_params: updates by layer number, of which `layer_idx`'s is added on top. Errors: InputError for a wrong
+        input; those of `library.all_reduce` and `all_gather`.
+        """
         if input.dim() != 2:
             rows = self.forward(
                 input.reshape(-1, input.shape[-1]),
@@ -166,10 +184,16 @@ class Linear:
                 layer_idx=layer_idx,
             )
             return rows.view(*input.shape[:-1], rows.shape[-1])
-        if self._partial_bias is None:
-            output = torch.mm(input, self._columns)
-        else:
-            output = torch.addmm(self._partial_bias, input, self._columns)
+        try:
+            if self._partial_bias is None:
+                output = torch.mm(input, self._columns)
+            else:
+                output = torch.addmm(self._partial_bias, input, self._columns)
+        except RuntimeError as error:
+            needed = f"{self._columns.shape[0]} features of {self._columns.dtype}"
+            raise InputError(f"the layer takes {needed}, but got {list(input.shape)} of {input.dtype}") from error
+        if lora_params is not None and layer_idx is None:
+            raise InputError("lora_params need layer_idx: which layer's update is it?")
         lora = lora_params.get(layer_idx) if lora_params is not None and layer_idx is not None else None
         if lora is not None:
             output += F.linear(F.linear(input, lora.a), lora.b) * lora.scale

@@ -2,7 +2,7 @@
 
 A head's channels are kept in pairs (2i, 2i + 1), so that rotating by position is multiplying by exp(i * angle).
 Checkpoints that pair (i, i + D/2) have the rows of their query and key projections reordered once, when they are
-loaded (`interleave`): dot products of queries with keys do not change.
+loaded (`interleave`): dot products of queries with keys do not change. Source: Su et al., RoFormer, 2021.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "factors": ("factors",),
 }
+# every number a scaling may use
+PARAMETERS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,11 @@ class RopeConfig:
         missing = [name for name in NEEDED[self.kind] if self.parameters.get(name) is None]
         if missing:
             raise InputError(f"rope scaling {self.kind!r} lacks {', '.join(missing)}")
+        if self.kind == "yarn" and not self.theta > 1:
+            raise InputError(f"rope scaling 'yarn' needs theta above 1, but it is {self.theta:g}")
+        factors = self.parameters.get("factors") if self.kind == "factors" else None
+        if factors is not None and len(factors) != self.head_dim // 2:
+            raise InputError(f"{len(factors)} rope factors for {self.head_dim // 2} pairs of channels")
 
 
 def frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:

@@ -65,6 +65,8 @@ def _device(local_rank: int) -> str:
             return ""
         name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(local_rank))
         return f"{local_rank}: {name}"
+    except pynvml.NVMLError:  # a driver that answers to nvmlInit may still refuse the device
+        return ""
     finally:
         pynvml.nvmlShutdown()
 

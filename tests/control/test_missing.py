@@ -30,8 +30,11 @@ job.run(main)
 MEET = "library.all_reduce(torch.ones(4), group)"
 
 
-def outcome(odd, does, others=MEET, warm=True, limit=20.0, **env):
-    """Exit code, our lines on stderr, and all of stderr, of a job that ended within the limit."""
+def outcome(odd, does, others=MEET, warm=True, limit=40.0, **env):
+    """Exit code, our lines on stderr, and all of stderr, of a job that ended within the limit.
+
+    The limit counts the start of three processes, which takes seconds on a busy machine, with what it bounds.
+    """
     begin = time.monotonic()
     program = dedent(PROGRAM).format(odd=odd, does=does, others=others, warm=warm)
     done = mpirun(3, "-c", program, timeout=60, SPMD_CHECK="1", **{"SPMD_TIMEOUT": "30"} | env)
@@ -59,7 +62,7 @@ def test_a_missing_rank_is_named_in_one_line(odd, does, warm):
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("others", [MEET, "pass", "signal.pause()"], ids=["wait", "done", "hang"])
 def test_an_exception_of_one_rank_ends_the_job(odd, others):
-    code, lines, stderr = outcome(odd, "raise ZeroDivisionError('seven')", others, limit=10)
+    code, lines, stderr = outcome(odd, "raise ZeroDivisionError('seven')", others, limit=20)
     assert code == 1
     assert lines == [f"spmd: rank {odd}: unexpected error"]
     assert stderr.count("ZeroDivisionError: seven") == 1
@@ -68,7 +71,7 @@ def test_an_exception_of_one_rank_ends_the_job(odd, others):
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("others", [MEET, "pass"], ids=["wait", "done"])
 def test_an_error_of_one_rank_is_one_line_that_names_it(odd, others):
-    code, lines, stderr = outcome(odd, "raise InputError('no such file')", others, limit=12)
+    code, lines, stderr = outcome(odd, "raise InputError('no such file')", others, limit=20)
     assert code == 2
     assert len(lines) == 1, stderr
     assert lines[0].startswith(f"spmd: rank {odd}")
@@ -77,23 +80,23 @@ def test_an_error_of_one_rank_is_one_line_that_names_it(odd, others):
 
 
 def test_an_error_of_all_ranks_is_one_line_without_a_rank():
-    code, lines, stderr = outcome(0, "pass", "raise InputError('no such file')", limit=10)
+    code, lines, stderr = outcome(0, "pass", "raise InputError('no such file')", limit=20)
     assert (code, lines) == (2, ["spmd: no such file"]), stderr
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_sys_exit_of_one_rank_ends_the_job(odd):
-    code, _, stderr = outcome(odd, "sys.exit(5)", limit=12)
+    code, _, stderr = outcome(odd, "sys.exit(5)", limit=20)
     assert code == 5, stderr
 
 
 def test_sys_exit_of_all_ranks_is_the_exit_code():
-    code, lines, stderr = outcome(0, "pass", "sys.exit(5)", limit=10)
+    code, lines, stderr = outcome(0, "pass", "sys.exit(5)", limit=20)
     assert (code, lines) == (5, []), stderr
 
 
 def test_a_rank_that_differs_is_one_line():
-    code, lines, stderr = outcome(1, "library.all_reduce(torch.ones(7), group)", limit=10)
+    code, lines, stderr = outcome(1, "library.all_reduce(torch.ones(7), group)", limit=20)
     assert code == 3
     assert len(lines) == 1, stderr
     assert lines[0].endswith(

@@ -14,8 +14,7 @@ from spmd import Distributed, Mapping
 from spmd.collectives import library
 from spmd.control import mpi, objects
 from spmd.control.job import together
-from spmd.control.objects import SerializationError
-from spmd.errors import DeadlineError, DesyncError, InputError, VerifyError
+from spmd.errors import DeadlineError, DesyncError, InputError, SerializationError, VerifyError
 from spmd.topology.mapping import AXES
 
 several = pytest.mark.ranks(2, 3, 4, 5, 8)

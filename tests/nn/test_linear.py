@@ -92,3 +92,14 @@ def test_fewer_features_than_ranks_is_refused():
 def test_gathering_own_ranges_needs_sizes():
     with pytest.raises(InputError, match="needs sizes"):
         Linear(4, 6, mapping=ranks(2)[0], tensor_parallel_mode=COLUMN, gather_output=True, own=[range(4)])
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    layer = Linear(4, 4, bias=False, mapping=ranks(2)[1], tensor_parallel_mode=COLUMN)
+    for stored in (torch.ones(1, 4), torch.ones(4, 3), torch.ones(2, 4)):
+        with pytest.raises(InputError, match="is needed, but"):
+            layer.load_shard(stored)
+    with pytest.raises(InputError, match="takes 4 features"):
+        layer(torch.ones(2, 5))
+    with pytest.raises(InputError, match="need layer_idx"):
+        layer(torch.ones(2, 4), lora_params={})

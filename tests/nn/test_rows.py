@@ -90,3 +90,20 @@ def test_attend_large_scores():
     queries, cache = torch.ones(1, 3, 16) * 1e4, torch.randn(40, 2, 1, 16)
     ours = rows.attend(queries, cache, 1, 0, 1)
     assert torch.equal(ours[0], cache[cache[:, 0, 0].sum(-1).argmax(), 1, 0])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("where", ["query", "first key", "last key", "value"])
+def test_attend_shows_nan(dtype, where):
+    queries, cache = torch.ones(1, 3, 16, dtype=dtype), torch.ones(5, 2, 1, 16, dtype=dtype)
+    {"query": queries[0, 0], "first key": cache[0, 0, 0], "last key": cache[4, 0, 0], "value": cache[2, 1, 0]}[where][
+        3
+    ] = float("nan")
+    assert rows.attend(queries, cache, 1, 0, 1).isnan().any()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_swiglu_shows_nan(dtype):
+    gate_up = torch.ones(1, 66, dtype=dtype)
+    gate_up[0, 5] = float("nan")
+    assert rows.swiglu(gate_up).isnan().sum() == 1
