@@ -32,6 +32,7 @@ TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-2, "float16": 5e-2}
 
 
 def options() -> job.Options:
+    """The command line; a test freezes its options."""
     parser = job.Options(prog="python -m spmd.run", description=__doc__)
     add = parser.add_argument
     add("--model", metavar="PATH", help="Hugging Face directory or GGUF file (default: a tiny random decoder)")
@@ -108,6 +109,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """The prompts of the options. InputError, naming the line, for a file that is not what the help says."""
     if args.prompts_file is None:
         return [Prompt(text=args.prompt if args.prompt is not None else "Hello")]
     path, prompts = Path(args.prompts_file), []
@@ -133,6 +135,7 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def encode(prompts: list[Prompt], tokenizer: Tokenizer | None, chat: bool) -> list[list[int]]:
+    """Token ids of every prompt. InputError, naming the prompt, for an empty text or one the tokenizer refuses."""
     ids = []
     for index, prompt in enumerate(prompts):
         if prompt.token_ids is not None:

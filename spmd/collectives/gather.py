@@ -1,4 +1,7 @@
-"""Collectives by mapping: all-gather, reduce-scatter and all-to-all over one axis, uneven sizes, any dimension."""
+"""Collectives by mapping: all-gather, reduce-scatter and all-to-all over one axis, uneven sizes, any dimension.
+
+Errors, types and what a tensor may be: as in `library`, which does the work on the mapping's group.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,11 @@ def alltoall(
     *,
     axis: str = "tp",
 ) -> Tensors:
-    """Send part i of `x` along `dim` to rank i; concatenate what arrives. Sizes as in `library.all_to_all`."""
+    """Send part i of `x` along `dim` to rank i; concatenate what arrives, in group order, along `dim`.
+
+    Every rank gets sum(recv_sizes) along `dim` and its own other dimensions. Sizes as in `library.all_to_all`. A group
+    of one returns its input.
+    """
     if _axis_size(mapping, axis) == 1:
         return x
     group = Distributed.get(mapping).group(axis)

@@ -110,6 +110,7 @@ class Attention:
         cache: KvCache,
         all_reduce_params: AllReduceParams | None = None,
     ) -> torch.Tensor:
+        """Store the chunks' keys and values in the cache and attend over what it then holds; shapes: see the class."""
         h, kv, d = self.num_heads, self.num_kv_heads, self.config.head_dim
         qkv = self.qkv_proj(x).view(-1, h + 2 * kv, d)
         if self.q_norm is not None and self.k_norm is not None:
