@@ -1,5 +1,5 @@
 // spmd._cpu: what a rank needs from the machine it runs on: a clock, a wait, and the row kernels. Tensors arrive as
-// addresses (a call with integers costs 0.2 us from Python); nn/rows.py is the only caller and checks them first.
+// addresses, the cheapest argument from Python; nn/rows.py is the only caller and checks them first.
 
 #include <nanobind/nanobind.h>
 

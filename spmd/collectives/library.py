@@ -84,7 +84,7 @@ def _even(op: str, group: Group, total: int, name: str) -> list[int]:
 
 @cache
 def _mpi() -> tuple[Any, dict[torch.dtype, MPI.Datatype], dict[str, MPI.Op], Any]:
-    """What calls need of mpi4py, looked up once: an import statement in a call costs a microsecond."""
+    """What calls need of mpi4py, looked up once and not by an import statement in every call."""
     from mpi4py import MPI
 
     word = MPI.INT16_T  # half types are moved as 16-bit words, never summed by MPI
@@ -100,7 +100,7 @@ class _Message(list[Any]):
 
 
 def _memory(x: torch.Tensor, counts: int | list[int] | None = None) -> list[Any]:
-    """A contiguous tensor as an MPI message of `counts` elements (default: all). Half the price of a NumPy view."""
+    """A contiguous tensor as an MPI message of `counts` elements (default: all). Cheaper than a NumPy view."""
     from_address, types, _, _ = _mpi()
     message = _Message((from_address(x.data_ptr(), x.nbytes), x.numel() if counts is None else counts, types[x.dtype]))
     message.tensor = x

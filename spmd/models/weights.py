@@ -181,7 +181,7 @@ class GgufCheckpoint(Checkpoint):
         }
         with readable(path):
             small = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= self._SMALL}
-        del reader  # holds an object per word of the vocabulary: 150 MB
+        del reader  # holds an object per word of the vocabulary (bench/load.py shows the memory)
         embedding = self._tensors.get("token_embd.weight")
         if embedding is None:
             raise InputError(f"{path} has no tensor 'token_embd.weight'")
