@@ -18,14 +18,14 @@ export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 export MPIEXEC_TIMEOUT ?= 900
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test unit mpi bench lint install clean
+.PHONY: demo test unit mpi bench lint install tools clean
 
 demo: $(STAMP) $(MODEL)
 	$(BIN)/mpirun -np 2 $(PY) -m spmd.run --model $(MODEL) --chat --prompt "What is the capital of France?" --max-tokens 16
 
 test: unit mpi
 
-unit: $(STAMP) $(MODEL)
+unit: $(STAMP) $(MODEL) tools
 	$(PY) -m pytest -q
 
 mpi: $(STAMP) $(MODEL)
@@ -42,6 +42,11 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 install: $(STAMP)
+
+# what the tests run and pip cannot install: spin, for the models of kernels/cpu/protocol
+tools:
+	@command -v spin >/dev/null || apt-get install -y -q spin || { apt-get update -q && apt-get install -y -q spin; } || \
+	{ echo "the tests need spin, which cannot be installed from here: apt-get install spin" >&2; exit 1; }
 
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard kernels/cpu/*)
 	test -x $(PY) || $(PYTHON3) -m venv $(VENV)
