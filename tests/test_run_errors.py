@@ -214,7 +214,8 @@ def test_needed_key(refused, model, key, value):
         ),
         ({"num_hidden_layers": 4}, ["no tensor 'model.layers.3."]),
         ({"vocab_size": 300}, ["'model.embed_tokens.weight'", "[271, 40]", "[300, 40]"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config 'fp8' lacks 'weight_block_size'"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config: quant_method 'gptq'", "only 'fp8'"]),
     ],
 )
 def test_configuration(refused, model, changes, words):

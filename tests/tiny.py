@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from spmd.models.weights import gguf_name
@@ -68,6 +68,77 @@ def save(path: Path, *, template: str | None = None, **changes: Any) -> Path:
     if template is not None:
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return path
+
+
+# heads 9 over 3 and an ffn of 700: parts of ranks begin and end inside blocks of 128, and whole widths do as well
+RAGGED = {"hidden_size": 320, "intermediate_size": 700, "num_attention_heads": 9, "num_key_value_heads": 3}
+RAGGED |= {"head_dim": 40, "num_hidden_layers": 2}
+WHOLE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+WHOLE |= {"head_dim": 32, "num_hidden_layers": 2}
+
+
+def compressed(weights: dict[str, Any], ignore: list[str], **changes: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors with one group of FP8 weights; `changes` replace its keys."""
+    group = {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "symmetric": True} | weights}
+    group["input_activations"] = {"type": "float", "num_bits": 8, "dynamic": False}
+    whole = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    return whole | {"ignore": ignore, "kv_cache_scheme": None} | changes
+
+
+# name -> (scale's name, rows and columns under one scale (0: all), what begins so is plain, quantization_config)
+FP8: dict[str, tuple[str, tuple[int, int], tuple[str, ...], dict[str, Any]]] = {
+    "fp8": (
+        "weight_scale_inv",
+        (128, 128),
+        ("lm_head", "model.layers.1.mlp."),
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "static",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"],
+        },
+    ),
+    "tensor": ("weight_scale", (0, 0), ("lm_head",), compressed({"strategy": "tensor"}, ["lm_head"])),
+    "channel": (  # the head is a linear layer like the others
+        "weight_scale",
+        (1, 0),
+        ("model.layers.0.self_attn.q_proj",),
+        compressed({"strategy": "channel"}, [r"re:.*layers\.0\.self_attn\.q_proj$"]),
+    ),
+    "block": (
+        "weight_scale",
+        (32, 128),
+        ("lm_head",),
+        compressed({"strategy": "block", "block_structure": [32, 128]}, ["lm_head"]),
+    ),
+}
+
+
+def quantise(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """F8_E4M3 values, the scales of the blocks (all different, fp32), and the values times the scales in fp32."""
+    height, width = (size or whole for size, whole in zip(block, weight.shape, strict=True))
+    grid = -(-weight.shape[0] // height), -(-weight.shape[1] // width)
+    scale = torch.arange(1.0, 1 + grid[0] * grid[1]).sqrt().reshape(grid) * 1e-3
+    whole = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)[: weight.shape[0], : weight.shape[1]]
+    values = (weight / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values, scale.reshape(1) if block == (0, 0) else scale, values.float() * whole
+
+
+def save_fp8(path: Path, form: str, **changes: Any) -> dict[torch.dtype, Path]:
+    """An FP8 checkpoint (a key of `FP8`) at `path`; returned are its twins, dequantised and stored in fp32 and bf16."""
+    name, block, plain, section = FP8[form]
+    stored, twin = {}, {}
+    for key, weight in load_file(save(path, quantization_config=section, **changes) / "model.safetensors").items():
+        stored[key] = twin[key] = weight
+        if not key.startswith(plain) and key.endswith(("_proj.weight", "lm_head.weight")):
+            stored[key], scale, twin[key] = quantise(weight, block)
+            stored |= {key.replace("weight", name): scale, key.replace("weight", "input_scale"): torch.tensor(3.0)}
+    save_file(stored, path / "model.safetensors")
+    twins = {dtype: path.with_name(f"{path.name}-{dtype}") for dtype in (torch.float32, torch.bfloat16)}
+    for dtype, directory in twins.items():
+        rounded = {key: value.to(dtype) for key, value in twin.items()}
+        save_file(rounded, save(directory, **changes) / "model.safetensors")
+    return twins
 
 
 def reconfigure(path: Path, **changes: Any) -> None:

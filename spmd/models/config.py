@@ -58,7 +58,7 @@ def _architecture(name: str) -> str:
 _REQUIRED: Any = object()
 
 
-class _Reader:
+class Reader:
     """Values of a configuration by name and kind: a missing or absurd one is an InputError that names key and file."""
 
     def __init__(self, values: Dict[str, Any], where: str) -> None:
@@ -99,6 +99,15 @@ class _Reader:
     def texts(self, key: str, default: Any = _REQUIRED) -> Any:
         return self._get(key, default, lambda v: isinstance(v, list) and all(isinstance(i, str) for i in v), "texts")
 
+    def pair(self, key: str) -> tuple[int, int]:
+        """A list of two integers above 0."""
+
+        def right(value: Any) -> bool:
+            return isinstance(value, list) and len(value) == 2 and all(type(i) is int and i > 0 for i in value)
+
+        first, second = self._get(key, _REQUIRED, right, "two whole numbers above 0")
+        return first, second
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One token id, several, or none."""
 
@@ -113,22 +122,19 @@ class _Reader:
 def from_hf(values: Dict[str, Any], where: str, generation: Dict[str, Any] | None = None) -> ModelConfig:
     """From a Hugging Face config.json (and generation_config.json, which knows best what ends a text).
 
-    Errors: InputError for an unknown architecture, a missing or absurd value, an activation other than SiLU, and
-    quantised weights.
+    How the weights are stored (quantization_config) is no part of the model: `quantised.parse` reads it.
+    Errors: InputError for an unknown architecture, a missing or absurd value, and an activation other than SiLU.
     """
-    read = _Reader(values, where)
+    read = Reader(values, where)
     family = _architecture((read.texts("architectures", None) or ["none"])[0])
     if read.text("hidden_act", "silu") != "silu":
         raise InputError(f"{where}: hidden_act {values['hidden_act']!r} is not supported, only 'silu'")
-    if values.get("quantization_config"):
-        method = str(values["quantization_config"])[:60]
-        raise InputError(f"{where}: quantization_config {method} is not supported, only weights in fp32, bf16 or fp16")
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     layers, positions = read.count("num_hidden_layers"), read.count("max_position_embeddings")
     rope = dict(read.mapping("rope_parameters") or read.mapping("rope_scaling") or {})
-    head_dim, stored = read.count("head_dim", hidden // heads), _Reader(rope, f"{where}: rope")
+    head_dim, stored = read.count("head_dim", hidden // heads), Reader(rope, f"{where}: rope")
     bias = read.flag("attention_bias")
-    ends = _Reader(generation, "generation_config.json") if generation and "eos_token_id" in generation else read
+    ends = Reader(generation, "generation_config.json") if generation and "eos_token_id" in generation else read
     return ModelConfig(
         family=family,
         vocab_size=read.count("vocab_size"),
@@ -164,13 +170,13 @@ def _rope(head_dim: int, theta: float, kind: str, parameters: dict[str, Any], po
     """The numbers among the scaling's parameters are checked here, which ones there must be in RopeConfig."""
     if head_dim % 2:
         raise InputError(f"{where}: head_dim must be even to be rotated, but is {head_dim}")
-    stored = _Reader(parameters, f"{where}: rope")
+    stored = Reader(parameters, f"{where}: rope")
     for name in PARAMETERS:
         stored.real(name, None)
     return RopeConfig(head_dim, theta, kind, parameters, positions)
 
 
-def _windows(family: str, read: _Reader, layers: int) -> tuple[int | None, ...]:
+def _windows(family: str, read: Reader, layers: int) -> tuple[int | None, ...]:
     """Sliding window of each layer: Mistral's on all, Qwen's only when switched on, on the layers the file names."""
     size = read.count("sliding_window", None)
     if size is None or family == "llama" or (family.startswith("qwen") and not read.flag("use_sliding_window")):
@@ -196,9 +202,9 @@ def from_gguf(
 
     rope_factors: the file's rope_freqs tensor, which divides the frequency of every channel pair.
     """
-    arch = _Reader(values, where).text("general.architecture")
+    arch = Reader(values, where).text("general.architecture")
     family = _architecture(_GGUF.get(arch, f"{arch} (GGUF)"))
-    read = _Reader({key.removeprefix(f"{arch}."): value for key, value in values.items()}, where)
+    read = Reader({key.removeprefix(f"{arch}."): value for key, value in values.items()}, where)
     heads, hidden, positions = (
         read.count("attention.head_count"),
         read.count("embedding_length"),

@@ -1,14 +1,14 @@
 """A checkpoint on disk: names to slices. A rank reads the slices it owns and nothing else.
 
-`open_checkpoint(path)` understands a Hugging Face directory (safetensors, sharded or not) and a GGUF file. Pickled
-checkpoints are refused: loading one can run any code.
+`open_checkpoint(path)` understands a Hugging Face directory (safetensors, sharded or not, plain or FP8: see
+`spmd.models.quantised`) and a GGUF file. Pickled checkpoints are refused: loading one can run any code.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 
 from spmd.errors import InputError
 from spmd.models import config as model_config
+from spmd.models import quantised
 from spmd.models.config import ModelConfig
 from spmd.nn.linear import Source
 
@@ -78,16 +79,18 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """A directory with config.json and model.safetensors or its shards with an index."""
+    """A directory with config.json and model.safetensors or its shards with an index.
+
+    FP8 weights become fp32 as they are read, each slice with the scales it touches. InputError names the tensor when
+    one has no scale, a scale of another shape, or another type than the configuration says.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         generation = path / "generation_config.json"
-        self.config = model_config.from_hf(
-            read_json(path / "config.json"),
-            str(path / "config.json"),
-            read_json(generation) if generation.exists() else None,
-        )
+        values, where = read_json(path / "config.json"), str(path / "config.json")
+        self.config = model_config.from_hf(values, where, read_json(generation) if generation.exists() else None)
+        self._quantisation = quantised.parse(values, where)
         self._home = self._index()
         self._open: dict[Path, Any] = {}
 
@@ -119,17 +122,26 @@ class SafetensorsCheckpoint(Checkpoint):
         return opened[file]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Source:
+        scheme = self._quantisation.scheme(name) if self._quantisation is not None else None
+        if scheme is None:
+            return self._stored(name, [shape], _PLAIN)
+        weight = self._stored(name, [shape], quantised.FP8)
+        scale = self._stored(scheme.scale_name(name), scheme.scale_shapes(shape), _PLAIN)
+        return quantised.ScaledSource(weight, scale, scheme.block_of(shape))
+
+    def _stored(self, name: str, shapes: Sequence[tuple[int, ...]], kinds: tuple[str, ...]) -> Any:
+        """A tensor of one of these shapes (the first is the usual one) and of one of these safetensors types."""
         file = self._home.get(name)
         if file is None:
-            self._check(name, shape, None)
+            self._check(name, shapes[0], None)
         assert file is not None
         stored = self._file(file, self._open)
         with readable(file):
             source = stored.get_slice(name)
-        self._check(name, shape, tuple(source.get_shape()))
-        if source.get_dtype() not in _PLAIN:
-            plain = ", ".join(_PLAIN)
-            raise InputError(f"{file}: tensor {name!r} is stored as {source.get_dtype()}, which is not one of {plain}")
+        found, kind = tuple(source.get_shape()), source.get_dtype()
+        self._check(name, found if found in shapes else shapes[0], found)
+        if kind not in kinds:
+            raise InputError(f"{file}: tensor {name!r} is stored as {kind}, expected {' or '.join(kinds)}")
         return source
 
 
