@@ -1,0 +1,1 @@
+"""Where peers meet: memory of every rank that its group can read and write."""
