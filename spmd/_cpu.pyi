@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 isa: str
 
 def monotonic_ns() -> int: ...
@@ -21,3 +23,99 @@ def attend(
     share: int,
     dtype: int,
 ) -> None: ...
+def finish(
+    values: int, rows: int, fixed: Epilogue, residual: int, out: int, residual_out: int, quant_out: int, scale_out: int
+) -> None: ...
+
+class Epilogue:
+    def __init__(
+        self,
+        op: int,
+        dtype: int,
+        n: int,
+        bias: int,
+        weight: int,
+        pre_weight: int,
+        scale: int,
+        eps: float,
+        weight_offset: float,
+    ) -> None: ...
+
+class RowMap:
+    def __init__(self, pieces: Sequence[tuple[int, int, int, list[int]]], rows: int, max_rows: int) -> None: ...
+
+class Plane:
+    timeout_s: float
+    chunk_bytes: int
+    stream_bytes: int
+    timeline: bool
+    mailbox_bytes: int
+    slot_bytes: int
+    odd: int
+    call: int
+    totals: list[tuple[int, int, int, int]]
+    events: list[tuple[int, int, int, int]]
+    def __init__(
+        self,
+        rank: int,
+        regions: Sequence[int],
+        processes: Sequence[int],
+        mailbox_bytes: int,
+        slot_bytes: int,
+        crowded: bool,
+    ) -> None: ...
+    @staticmethod
+    def region_bytes(mailbox_bytes: int, slot_bytes: int) -> int: ...
+    def barrier(self) -> int: ...
+    def all_reduce(self, x: int, out: int, count: int, how: int) -> int: ...
+    def all_reduce_rows(
+        self,
+        x: int,
+        rows: int,
+        how: int,
+        fixed: Epilogue,
+        residual: int,
+        out: int,
+        residual_out: int,
+        quant_out: int,
+        scale_out: int,
+    ) -> int: ...
+    def start(self, nbytes: int, dtype: int, x: int) -> int: ...
+    def publish(self) -> None: ...
+    def complete(self, part: int, x: int, out: int, n: int, dtype: int, first: int, count: int) -> int: ...
+    def complete_rows(
+        self,
+        part: int,
+        x: int,
+        first: int,
+        count: int,
+        fixed: Epilogue,
+        residual: int,
+        out: int,
+        residual_out: int,
+        quant_out: int,
+        scale_out: int,
+    ) -> int: ...
+    def exchange(
+        self, op: int, rows: RowMap, x: int, out: int, n: int, dtype: int, fold: int, signature: int
+    ) -> int: ...
+    def exchange_rows(
+        self,
+        op: int,
+        rows: RowMap,
+        x: int,
+        fold: int,
+        signature: int,
+        fixed: Epilogue,
+        residual: int,
+        out: int,
+        residual_out: int,
+        quant_out: int,
+        scale_out: int,
+    ) -> int: ...
+    def add_region(self, id: int, addresses: Sequence[int], nbytes: int, lent: bool) -> None: ...
+    def remove_region(self, id: int) -> None: ...
+    def symmetric(self, address: int) -> bool: ...
+    def ready(self, id: int) -> int: ...
+    def what(self, rank: int) -> tuple[int, int, int, int, int]: ...
+    def reset(self) -> None: ...

@@ -36,6 +36,10 @@ class DeadlineError(OutOfStepError, TimeoutError):
     """A rank did not arrive within SPMD_TIMEOUT seconds."""
 
 
+class LostRankError(OutOfStepError, ConnectionError):
+    """The process of a rank has ended while others wait for it."""
+
+
 class VerifyError(SpmdError):
     """The multi-rank forward disagrees with the one-rank forward."""
 

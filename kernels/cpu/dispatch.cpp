@@ -1,41 +1,62 @@
-// Which of the compiled instruction sets this machine has.
+// Which of the compiled instruction sets this process uses.
 
-#include "rows.h"
+#include <cstdlib>
+#include <cstring>
+
+#include "cpu/data.h"
+#include "cpu/isa.h"
+#include "cpu/rows.h"
 
 namespace spmd {
 
 namespace baseline {
 extern const RowKernels kernels;
+extern const DataKernels data_table;
 }
 #if defined(__x86_64__)
 namespace avx2 {
 extern const RowKernels kernels;
+extern const DataKernels data_table;
 }
 namespace avx512 {
 extern const RowKernels kernels;
+extern const DataKernels data_table;
 }
 #endif
 
 namespace {
 
-struct Choice {
-    const RowKernels* kernels;
-    const char* isa;
-};
-
-Choice choose() {
+constexpr const char* kNames[] = {"baseline", "avx2", "avx512"};
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("x86-64-v4")) return {&avx512::kernels, "avx512"};
-    if (__builtin_cpu_supports("x86-64-v3")) return {&avx2::kernels, "avx2"};
+constexpr const RowKernels* kRowKernels[] = {&baseline::kernels, &avx2::kernels, &avx512::kernels};
+constexpr const DataKernels* kDataKernels[] = {&baseline::data_table, &avx2::data_table, &avx512::data_table};
+#else
+constexpr const RowKernels* kRowKernels[] = {&baseline::kernels};
+constexpr const DataKernels* kDataKernels[] = {&baseline::data_table};
 #endif
-    return {&baseline::kernels, "baseline"};
+
+Isa best() {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("x86-64-v4")) return kAvx512;
+    if (__builtin_cpu_supports("x86-64-v3")) return kAvx2;
+#endif
+    return kBaseline;
 }
 
-const Choice choice = choose();
+Isa choose() {
+    const char* wanted = std::getenv("SPMD_ISA");
+    for (int isa = best(); wanted && isa >= 0; --isa)
+        if (!std::strcmp(wanted, kNames[isa])) return static_cast<Isa>(isa);
+    return best();
+}
+
+const Isa chosen = choose();
 
 }  // namespace
 
-const RowKernels& row_kernels() { return *choice.kernels; }
-const char* row_kernels_isa() { return choice.isa; }
+Isa isa() { return chosen; }
+const char* isa_name() { return kNames[chosen]; }
+const RowKernels& row_kernels() { return *kRowKernels[chosen]; }
+const DataKernels& data_kernels() { return *kDataKernels[chosen]; }
 
 }  // namespace spmd

@@ -8,7 +8,8 @@
 #include <sched.h>
 #include <vector>
 
-#include "rows.h"
+#include "cpu/isa.h"
+#include "cpu/rows.h"
 
 namespace nb = nanobind;
 
@@ -70,15 +71,33 @@ void attend(Address queries, Address cache, Address out, std::int64_t heads, std
                                dtype);
 }
 
+void epilogue(Address sum, std::int64_t rows, std::int64_t n, int op, int dtype, Address bias, Address residual,
+              Address weight, Address pre_weight, Address scale, float eps, float weight_offset, Address out,
+              Address residual_out, Address quant_out, Address scale_out) {
+    auto at = [](Address a) { return reinterpret_cast<void*>(a); };
+    auto bytes = [](Address a) { return reinterpret_cast<std::uint8_t*>(a); };
+    const spmd::Epilogue e{op, dtype, n, at(bias), at(residual), at(weight), at(pre_weight),
+                           reinterpret_cast<const float*>(scale), eps, weight_offset, at(out), at(residual_out),
+                           bytes(quant_out), bytes(scale_out)};
+    spmd::row_kernels().epilogue(reinterpret_cast<float*>(sum), rows, e);
+}
+
 }  // namespace
+
+namespace spmd {
+void bind_plane(nb::module_& m);
+}
 
 NB_MODULE(_cpu, m) {
     m.doc() = "Host primitives: clock, waits, row kernels.";
-    m.attr("isa") = spmd::row_kernels_isa();
+    nb::set_leak_warnings(false);  // groups live until the interpreter ends
+    spmd::bind_plane(m);
+    m.attr("isa") = spmd::isa_name();
     m.def("rms_norm", &rms_norm, "See rows.h; residual 0: none.");
     m.def("swiglu", &swiglu, "See rows.h.");
     m.def("rotate_store", &rotate_store, "See rows.h.");
     m.def("attend", &attend, "See rows.h.");
+    m.def("epilogue", &epilogue, "See rows.h and common/epilogue.h; address 0: none.");
     m.def("monotonic_ns", &monotonic_ns, "Nanoseconds of CLOCK_MONOTONIC: comparable between the processes of a host.");
     m.def("relax", &relax, nb::arg("turn"), nb::call_guard<nb::gil_scoped_release>(),
           "Wait a little: turn counts the polls so far; pause first, then yield the core, then sleep 50 us.");

@@ -1,13 +1,12 @@
-// Purpose: residual + RMSNorm, SwiGLU, rotary embedding with the KV cache write, attention of one token.
+// Purpose: residual + RMSNorm, SwiGLU, rotary embedding with the KV cache write, attention of one token, and what follows an
+//          all-reduce.
 // Method:  plain loops over fp32 with a fixed number of accumulators, so that every instruction set adds in the same
-//          order and the compiler can vectorise without reordering. Compiled once per instruction set, SPMD_ISA names it;
-//          nothing of the standard library that is shared by all translation units may be instantiated here.
+//          order and the compiler can vectorise without reordering. Compiled once per instruction set, see common/types.h.
 // Requirement: contiguous rows; T is fp32, bf16 or fp16; every result is rounded to T once.
 // Use:     nn/rows.py, through the table in rows.h.
 
-#include "rows.h"
+#include "cpu/rows.h"
 
-#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -15,51 +14,16 @@ namespace spmd {
 namespace SPMD_ISA {
 namespace {
 
-struct BFloat16 {
-    std::uint16_t bits;
-};
-
-inline float load(float v) { return v; }
-inline float load(BFloat16 v) { return std::bit_cast<float>(std::uint32_t{v.bits} << 16); }
-inline float load(_Float16 v) { return static_cast<float>(v); }
-
-template <class T>
-inline T store(float v) {
-    return static_cast<T>(v);
-}
-template <>
-inline BFloat16 store<BFloat16>(float v) {  // to nearest, ties to even; NaN stays NaN
-    const std::uint32_t bits = std::bit_cast<std::uint32_t>(v);
-    const std::uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return {static_cast<std::uint16_t>(v != v ? (bits >> 16) | 0x40 : rounded)};
-}
-
-constexpr int kLanes = 32;  // accumulators of a row's sum, folded pairwise at the end
-
-template <class T>
-float sum_of_squares(const T* row, std::int64_t n) {
-    float lanes[kLanes] = {};
-    std::int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes)
-        for (int k = 0; k < kLanes; ++k) lanes[k] += load(row[i + k]) * load(row[i + k]);
-    for (; i < n; ++i) lanes[i % kLanes] += load(row[i]) * load(row[i]);
-    for (int width = kLanes / 2; width; width /= 2)
-        for (int k = 0; k < width; ++k) lanes[k] += lanes[k + width];
-    return lanes[0];
-}
-
 template <class T>
 void rms_norm_rows(const T* x, const T* residual, const T* weight, T* y, T* sum, std::int64_t rows, std::int64_t n,
                    float eps) {
-    for (std::int64_t r = 0; r < rows; ++r, x += n, y += n) {
-        const T* row = x;
-        if (residual) {
-            for (std::int64_t i = 0; i < n; ++i) sum[i] = store<T>(load(x[i]) + load(residual[i]));
-            row = sum;
-        }
-        const float scale = 1.0f / std::sqrt(sum_of_squares(row, n) / static_cast<float>(n) + eps);
-        for (std::int64_t i = 0; i < n; ++i) y[i] = store<T>(load(row[i]) * scale * load(weight[i]));
-        if (residual) residual += n, sum += n;
+    if (!residual) sum = nullptr;
+    for (std::int64_t first = 0; first < rows * n; first += n) {
+        const T* row = at(sum ? sum : x, first);
+        const float scale = add_and_measure<T>(x + first, nullptr, at(residual, first), at(sum, first), nullptr, n, eps);
+        each_vector(n, [&](std::int64_t i, int, auto count) {
+            store_exact(y + first + i, normalised(row, scale, 0.0f, weight, i, count), count);
+        });
     }
 }
 
@@ -71,7 +35,7 @@ inline float exponential(float x) {
     const float f = (x - k * 0.693359375f) + k * 2.12194440e-4f;
     const float p = 1.0f + f * (1.0f + f * (0.5f + f * (1.0f / 6 + f * (1.0f / 24 + f * (1.0f / 120 + f / 720)))));
     const auto power = static_cast<std::int32_t>(k == k ? k : 0.0f);
-    return p * std::bit_cast<float>((power + 127) << 23);
+    return p * from_bits(static_cast<std::uint32_t>(power + 127) << 23);
 }
 
 template <class T>
@@ -148,14 +112,6 @@ void attend_token(const T* queries, const T* cache, T* out, std::int64_t heads, 
     }
 }
 
-// Calls f with a null pointer of the element type that `dtype` names.
-template <class F>
-void with_type(int dtype, F f) {
-    if (dtype == kFloat32) f(static_cast<float*>(nullptr));
-    if (dtype == kBFloat16) f(static_cast<BFloat16*>(nullptr));
-    if (dtype == kFloat16) f(static_cast<_Float16*>(nullptr));
-}
-
 void rms_norm(const void* x, const void* residual, const void* weight, void* y, void* sum, std::int64_t rows,
               std::int64_t n, float eps, int dtype) {
     with_type(dtype, [&]<class T>(T*) {
@@ -183,10 +139,16 @@ void attend(const void* queries, const void* cache, void* out, std::int64_t head
     });
 }
 
+void epilogue(float* sum, std::int64_t rows, const Epilogue& e) {
+    with_type(e.dtype, [&]<class T>(T*) {
+        for (std::int64_t row = 0; row < rows; ++row) epilogue_row<T>(e, row, sum + row * e.n);
+    });
+}
+
 }  // namespace
 
 extern const RowKernels kernels;
-const RowKernels kernels = {&rms_norm, &swiglu, &rotate_store, &attend};
+const RowKernels kernels = {&rms_norm, &swiglu, &rotate_store, &attend, &epilogue};
 
 }  // namespace SPMD_ISA
 }  // namespace spmd

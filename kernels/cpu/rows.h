@@ -2,11 +2,9 @@
 // picks the best one this machine has.
 #pragma once
 
-#include <cstdint>
+#include "common/epilogue.h"
 
 namespace spmd {
-
-enum DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 struct RowKernels {
     // sum = T(x + residual) (residual may be null: sum = x and is not written); y = T(sum * rsqrt(mean(sum^2) + eps) * weight);
@@ -24,9 +22,10 @@ struct RowKernels {
     void (*attend)(const void* queries, const void* cache, void* out, std::int64_t heads, std::int64_t kv_heads,
                    std::int64_t d, std::int64_t count, std::int64_t lead, std::int64_t share, float* scratch,
                    int dtype);
+    // sum [rows, e.n]: finished sums, not yet rounded, overwritten
+    void (*epilogue)(float* sum, std::int64_t rows, const Epilogue& e);
 };
 
 const RowKernels& row_kernels();
-const char* row_kernels_isa();
 
 }  // namespace spmd

@@ -1,6 +1,7 @@
 """Collectives by mapping: all-gather, reduce-scatter and all-to-all over one axis, uneven sizes, any dimension.
 
-Errors, types and what a tensor may be: as in `library`, which does the work on the mapping's group.
+Errors, types and what a tensor may be: as in `library`. The work is done by `cpu` where the group's ranks share a host
+and by the library elsewhere, and for what shared memory does not do; `explain` says which and why.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from typing import TypeVar
 
 import torch
 
-from spmd.collectives import library
+from spmd.collectives import cpu, library
 from spmd.control.distributed import Distributed
+from spmd.control.mpi import Group
+from spmd.memory.workspace import Workspace
 from spmd.topology.mapping import Mapping
 
 Tensors = TypeVar("Tensors", torch.Tensor, "list[torch.Tensor | None]")
@@ -27,6 +30,62 @@ def _axis_size(mapping: Mapping, axis: str) -> int:
     return len(mapping.group(axis))
 
 
+def route(op: str, x: torch.Tensor, group: Group) -> tuple[Workspace | None, str]:
+    """Who does it: the workspace of the native path, or None for the library; and why. Collective the first time."""
+    if op == "reducescatter" and x.dtype not in cpu.DTYPES:
+        return None, "library: integers are summed by MPI"
+    workspace = Workspace.of(group)
+    if workspace is None:
+        return None, "library: the ranks are on several hosts"
+    return workspace, "native: shared memory of one host"
+
+
+def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """`library.all_gather` or `cpu.all_gather`, by the route."""
+    workspace, _ = route("allgather", x, group)
+    if workspace is None:
+        return library.all_gather(x, group, dim=dim, sizes=sizes)
+    return cpu.all_gather(x, group, workspace, dim=dim, sizes=sizes)
+
+
+def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
+    """`library.reduce_scatter` or `cpu.reduce_scatter`, by the route."""
+    workspace, _ = route("reducescatter", x, group)
+    if workspace is None:
+        return library.reduce_scatter(x, group, dim=dim, sizes=sizes)
+    return cpu.reduce_scatter(x, group, workspace, dim=dim, sizes=sizes)
+
+
+def all_to_all(
+    x: torch.Tensor,
+    group: Group,
+    *,
+    dim: int = 0,
+    send_sizes: Sequence[int] | None = None,
+    recv_sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """`library.all_to_all` or `cpu.all_to_all`, by the route."""
+    workspace, _ = route("alltoall", x, group)
+    if workspace is None:
+        return library.all_to_all(x, group, dim=dim, send_sizes=send_sizes, recv_sizes=recv_sizes)
+    return cpu.all_to_all(x, group, workspace, dim=dim, send_sizes=send_sizes, recv_sizes=recv_sizes)
+
+
+def broadcast(x: torch.Tensor, group: Group, *, root: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`library.broadcast` or `cpu.broadcast`, by the route."""
+    workspace, _ = route("broadcast", x, group)
+    if workspace is None:
+        return library.broadcast(x, group, root=root, out=out)
+    return cpu.broadcast(x, group, workspace, root=root, out=out)
+
+
+def explain(op: str, x: torch.Tensor, mapping: Mapping, axis: str = "tp") -> str:
+    """Which backend `op` ("allgather", "reducescatter", "alltoall") takes for such a tensor, and why."""
+    if _axis_size(mapping, axis) == 1:
+        return "nothing: a group of one"
+    return route(op, x, Distributed.get(mapping).group(axis))[1]
+
+
 def allgather(
     x: Tensors, mapping: Mapping, dim: int = -1, sizes: Sequence[int] | None = None, *, axis: str = "tp"
 ) -> Tensors:
@@ -37,7 +96,7 @@ def allgather(
     if _axis_size(mapping, axis) == 1:
         return x
     group = Distributed.get(mapping).group(axis)
-    return _each(x, lambda item: library.all_gather(item, group, dim=dim, sizes=sizes))
+    return _each(x, lambda item: all_gather(item, group, dim=dim, sizes=sizes))
 
 
 def cp_allgather(x: Tensors, mapping: Mapping, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensors:
@@ -55,7 +114,7 @@ def reducescatter(
     if _axis_size(mapping, axis) == 1:
         return x
     group = Distributed.get(mapping).group(axis)
-    return _each(x, lambda item: library.reduce_scatter(item, group, dim=dim, sizes=sizes))
+    return _each(x, lambda item: reduce_scatter(item, group, dim=dim, sizes=sizes))
 
 
 def alltoall(
@@ -75,4 +134,4 @@ def alltoall(
     if _axis_size(mapping, axis) == 1:
         return x
     group = Distributed.get(mapping).group(axis)
-    return _each(x, lambda item: library.all_to_all(item, group, dim=dim, send_sizes=send_sizes, recv_sizes=recv_sizes))
+    return _each(x, lambda item: all_to_all(item, group, dim=dim, send_sizes=send_sizes, recv_sizes=recv_sizes))

@@ -12,74 +12,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from spmd._cpu import monotonic_ns
+from spmd.collectives.arguments import (
+    back,
+    check,
+    check_root,
+    check_sizes,
+    describe,
+    dimension,
+    even,
+    front,
+    own_size,
+    refuse,
+    row_size,
+)
 from spmd.control.agree import wait
 from spmd.control.mpi import Group
 from spmd.control.record import recorder
-from spmd.errors import DesyncError, InputError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_NAMES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-}
 _HALF = (torch.float16, torch.bfloat16)
 _LIMIT = 2**31 - 1  # elements of one MPI call
-
-
-def describe(x: torch.Tensor, but: int | None = None) -> str:
-    """Type and shape as signatures show them: bf16[16,576], the size of dimension `but` as *."""
-    shape = ",".join("*" if dim == but else str(size) for dim, size in enumerate(x.shape))
-    return f"{_NAMES.get(x.dtype, x.dtype)}[{shape}]"
-
-
-def _refuse(op: str, group: Group, why: str) -> NoReturn:
-    """Arguments that cannot be. Under SPMD_CHECK=1 the others learn of it: they may have passed good ones."""
-    error = InputError(f"{op} on {group.name}: {why}")
-    if group.checked:
-        try:
-            group.agree(f"{op} with arguments that it refuses")
-        except DesyncError as desync:
-            raise desync from error
-    raise error
-
-
-def _check(op: str, group: Group, x: torch.Tensor, out: torch.Tensor | None = None) -> None:
-    if x.dtype not in _NAMES or not x.is_cpu:
-        names = ", ".join(_NAMES.values())
-        _refuse(op, group, f"{describe(x)} on {x.device} is not supported: use a CPU tensor of {names}")
-    if out is not None and out is not x and (out.dtype != x.dtype or out.shape != x.shape):
-        _refuse(op, group, f"out is {describe(out)}, but the result {describe(x)}")
-
-
-def _axis(op: str, group: Group, x: torch.Tensor, dim: int) -> int:
-    """dim as a number from 0."""
-    if not -x.dim() <= dim < x.dim():
-        _refuse(op, group, f"dim {dim} of {describe(x)} does not exist")
-    return dim % x.dim()
-
-
-def _check_sizes(op: str, group: Group, sizes: Sequence[int], total: int | None = None, name: str = "sizes") -> None:
-    if len(sizes) != group.size or min(sizes) < 0:
-        _refuse(op, group, f"{name} {list(sizes)} must be {group.size} numbers, none below 0")
-    if total is not None and sum(sizes) != total:
-        _refuse(op, group, f"{name} {list(sizes)} do not sum to {total}")
-
-
-def _even(op: str, group: Group, total: int, name: str) -> list[int]:
-    if total % group.size:
-        _refuse(op, group, f"{total} rows do not divide by {group.size} ranks: give {name}")
-    return [total // group.size] * group.size
 
 
 @cache
@@ -117,14 +77,6 @@ def _call(op: str, group: Group, nbytes: int, blocking: Callable, non_blocking: 
     recorder.add(op, group.name, nbytes, start)
 
 
-def _front(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return x.movedim(dim, 0).contiguous()
-
-
-def _back(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return x.movedim(0, dim).contiguous()
-
-
 def _counts(op: str, group: Group, sizes: Sequence[int], rest: int) -> list[int]:
     """Rows to elements."""
     _check_count(op, group, sum(sizes) * rest)
@@ -133,12 +85,7 @@ def _counts(op: str, group: Group, sizes: Sequence[int], rest: int) -> list[int]
 
 def _check_count(op: str, group: Group, count: int) -> None:
     if count > _LIMIT:
-        _refuse(op, group, f"{count} elements exceed the {_LIMIT} of one MPI call: cut the tensor")
-
-
-def _rest(x: torch.Tensor) -> int:
-    """Elements of one row of a tensor whose rows come first."""
-    return int(np.prod(x.shape[1:], dtype=np.int64))
+        refuse(op, group, f"{count} elements exceed the {_LIMIT} of one MPI call: cut the tensor")
 
 
 def all_reduce(x: torch.Tensor, group: Group, *, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
@@ -146,9 +93,9 @@ def all_reduce(x: torch.Tensor, group: Group, *, op: str = "sum", out: torch.Ten
 
     x: any shape, equal on all ranks; fp32, fp16, bf16 (summed in fp32), int32, int64. `out=x` works in place.
     """
-    _check("all_reduce", group, x, out)
+    check("all_reduce", group, x, out)
     if op not in ("sum", "max", "min"):
-        _refuse("all_reduce", group, f"op {op!r} is none of sum, max, min")
+        refuse("all_reduce", group, f"op {op!r} is none of sum, max, min")
     if group.size == 1:
         return x if out is None or out is x else out.copy_(x)
     if group.checked:
@@ -170,26 +117,20 @@ def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[i
 
     sizes: x.shape[dim] of every rank, 0 allowed (None: all equal); the other dimensions are equal on all ranks.
     """
-    _check("all_gather", group, x)
-    dim = _axis("all_gather", group, x, dim)
+    check("all_gather", group, x)
+    dim = dimension("all_gather", group, x, dim)
     if group.size == 1:
         return x
-    if sizes is not None:
-        _check_sizes("all_gather", group, sizes)
-        if sizes[group.rank] != x.shape[dim]:
-            rank = group.ranks[group.rank]
-            why = f"rank {rank} has {x.shape[dim]} rows along dim {dim}, but sizes {list(sizes)} (index {group.rank})"
-            _refuse("all_gather", group, why)
-    sizes = [x.shape[dim]] * group.size if sizes is None else sizes
+    sizes = own_size("all_gather", group, sizes, x, dim)
     if group.checked:
         group.agree(f"all_gather {describe(x, dim)} dim {dim} sizes {list(sizes)}")
-    mine = _front(x, dim)
-    counts = _counts("all_gather", group, sizes, _rest(mine))
+    mine = front(x, dim)
+    counts = _counts("all_gather", group, sizes, row_size(mine))
     whole = mine.new_empty((sum(sizes), *mine.shape[1:]))
     if sum(counts):
         comm = group.data
         _call("all_gather", group, x.nbytes, comm.Allgatherv, comm.Iallgatherv, _memory(mine), _memory(whole, counts))
-    return _back(whole, dim)
+    return back(whole, dim)
 
 
 def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -197,23 +138,23 @@ def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequen
 
     x: equal shape on all ranks. sizes: rows of every rank's part, 0 allowed, summing to x.shape[dim] (None: equal).
     """
-    _check("reduce_scatter", group, x)
-    dim = _axis("reduce_scatter", group, x, dim)
+    check("reduce_scatter", group, x)
+    dim = dimension("reduce_scatter", group, x, dim)
     if group.size == 1:
         return x
     rows = x.shape[dim]
-    sizes = _even("reduce_scatter", group, rows, "sizes") if sizes is None else sizes
-    _check_sizes("reduce_scatter", group, sizes, rows)
+    sizes = even("reduce_scatter", group, rows, "sizes") if sizes is None else sizes
+    check_sizes("reduce_scatter", group, sizes, rows)
     if group.checked:
         group.agree(f"reduce_scatter {describe(x)} dim {dim} sizes {list(sizes)}")
-    work = _front(x.float() if x.dtype in _HALF else x, dim)
-    counts = _counts("reduce_scatter", group, sizes, _rest(work))
+    work = front(x.float() if x.dtype in _HALF else x, dim)
+    counts = _counts("reduce_scatter", group, sizes, row_size(work))
     mine = work.new_empty((sizes[group.rank], *work.shape[1:]))
     if sum(counts):
         comm = group.data
         args = (_memory(work), _memory(mine), counts, _mpi()[2]["sum"])
         _call("reduce_scatter", group, x.nbytes, comm.Reduce_scatter, comm.Ireduce_scatter, *args)
-    return _back(mine.to(x.dtype), dim)
+    return back(mine.to(x.dtype), dim)
 
 
 def all_to_all(
@@ -229,15 +170,15 @@ def all_to_all(
     send_sizes: parts of x, 0 allowed, summing to x.shape[dim] (None: equal). recv_sizes: what the others send here
     (None: equal to send_sizes when those are None too, else asked of the others). All ranks give them or none does.
     """
-    _check("all_to_all", group, x)
-    dim = _axis("all_to_all", group, x, dim)
+    check("all_to_all", group, x)
+    dim = dimension("all_to_all", group, x, dim)
     if group.size == 1:
         return x
     rows, equal = x.shape[dim], send_sizes is None
-    send_sizes = _even("all_to_all", group, rows, "send_sizes") if send_sizes is None else send_sizes
-    _check_sizes("all_to_all", group, send_sizes, rows, "send_sizes")
+    send_sizes = even("all_to_all", group, rows, "send_sizes") if send_sizes is None else send_sizes
+    check_sizes("all_to_all", group, send_sizes, rows, "send_sizes")
     if recv_sizes is not None:
-        _check_sizes("all_to_all", group, recv_sizes, name="recv_sizes")
+        check_sizes("all_to_all", group, recv_sizes, name="recv_sizes")
     if group.checked:
         how = f"{'equal' if equal else 'given'}, {'asked' if recv_sizes is None else 'given'}"
         group.agree(f"all_to_all {describe(x, None if equal else dim)} dim {dim} sizes {how}")
@@ -250,12 +191,12 @@ def all_to_all(
         group.agree(
             "all_to_all sizes" + ("" if right else f" {list(recv_sizes)} to receive where {sent_here} are sent")
         )
-    mine = _front(x, dim)
-    sent, received = (_counts("all_to_all", group, s, _rest(mine)) for s in (send_sizes, recv_sizes))
+    mine = front(x, dim)
+    sent, received = (_counts("all_to_all", group, s, row_size(mine)) for s in (send_sizes, recv_sizes))
     whole = mine.new_empty((sum(recv_sizes), *mine.shape[1:]))
     args = (_memory(mine, sent), _memory(whole, received))
     _call("all_to_all", group, x.nbytes, comm.Alltoallv, comm.Ialltoallv, *args)
-    return _back(whole, dim)
+    return back(whole, dim)
 
 
 def _exchange_sizes(comm: MPI.Comm, sizes: Sequence[int]) -> list[int]:
@@ -266,9 +207,8 @@ def _exchange_sizes(comm: MPI.Comm, sizes: Sequence[int]) -> list[int]:
 
 def broadcast(x: torch.Tensor, group: Group, *, root: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
     """The `x` of group rank `root` on every rank; elsewhere x gives shape and dtype only. `out=x` works in place."""
-    _check("broadcast", group, x, out)
-    if not 0 <= root < group.size:
-        _refuse("broadcast", group, f"root {root} is outside 0 ... {group.size - 1}")
+    check("broadcast", group, x, out)
+    check_root("broadcast", group, root)
     if group.size == 1:
         return x if out is None or out is x else out.copy_(x)
     if group.checked:

@@ -137,18 +137,18 @@ class Agreement:
         except DeadlineError as error:
             arrived = [0] + [index for index, request in enumerate(requests, 1) if request.Test()]
             missing = [self._ranks[index] for index in range(size) if index not in arrived]
-            return f"late {here}: {_say(missing)} not arrived{str(error)[str(error).rindex(':') :]}", arrived
+            return f"late {here}: {say_have(missing)} not arrived{str(error)[str(error).rindex(':') :]}", arrived
         texts = [_unpack(_pack(text))] + [_unpack(inbox[index]) for index in range(1, size)]
         if len(set(texts)) == 1:
             return "", list(range(size))
-        return f"desync {_difference(texts, self._ranks, here)}", list(range(size))
+        return f"desync {difference(texts, self._ranks, here)}", list(range(size))
 
 
-def _say(ranks: Sequence[int]) -> str:
+def say_have(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
 
 
-def _difference(texts: list[str], ranks: Sequence[int], here: str) -> str:
+def difference(texts: list[str], ranks: Sequence[int], here: str) -> str:
     """Who differs from the majority: 'all_reduce #41 on tp: rank 3 called X, the others Y'."""
     usual = Counter(texts).most_common(1)[0][0]
     here = here.replace(here.split(" ", 1)[0], usual.split(" ", 1)[0], 1)

@@ -15,6 +15,7 @@ from spmd.control.agree import AGREE_TAG
 from spmd.control.record import recorder
 from spmd.errors import InputError
 from spmd.topology.mapping import AXES, Mapping
+from spmd.topology.node import host_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,16 +79,16 @@ class Distributed:
 
         Collective over the mapping's world.
         """
-        host = socket.gethostname()
-        places = self.allgather((host, sorted(os.sched_getaffinity(0))))
-        self._node_ranks = [rank for rank, (name, _) in enumerate(places) if name == host]
+        host, machine = host_number(self.mapping.rank), socket.gethostname()
+        places = self.allgather((host, machine, sorted(os.sched_getaffinity(0))))
+        self._node_ranks = [rank for rank, (number, _, _) in enumerate(places) if number == host]
         self.local_rank, self.local_size = self._node_ranks.index(self.mapping.rank), len(self._node_ranks)
-        used: dict[str, set[int]] = {}
-        for name, affinity in places:
+        used: dict[str, set[int]] = {}  # cores are the machine's, whatever SPMD_NODES makes of it
+        for _, name, affinity in places:
             used.setdefault(name, set()).update(affinity)
+        names = [name for _, name, _ in places]
         own = len(os.sched_getaffinity(0))
-        self.cores_per_rank = max(1, min(own, len(used[host]) // self.local_size))
-        names = [name for name, _ in places]
+        self.cores_per_rank = max(1, min(own, len(used[machine]) // names.count(machine)))
         self._crowded = any(names.count(name) > len(used[name]) for name in used)
         for group in self._groups.values():
             group.crowded = self._crowded

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
 
@@ -25,6 +25,7 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
     ("PMIX_RANK", "", "a PMIx launcher"),
 )
+_PARTS = 1024  # from here on the tags of the communicators of parts
 
 
 @lru_cache(maxsize=1)
@@ -61,12 +62,19 @@ def abort(code: int) -> NoReturn:
     os._exit(code)  # Abort does not return; this says so to readers and type checkers
 
 
+class Closing(Protocol):
+    """Something to be closed."""
+
+    def close(self) -> None: ...
+
+
 class Group:
     """The ranks that meet along one axis. Two communicators, each made at first use by the members alone:
     `comm` for objects and agreement, `data` for tensors, so that neither plane can match the other's messages.
 
     Attributes: name (the axis), ranks (global numbers, ascending), rank (my index in it), size, crowded (more ranks
-    than cores on some host: waits give the core away), checked (SPMD_CHECK=1 when the group was made).
+    than cores on some host: waits give the core away), checked (SPMD_CHECK=1 when the group was made), kept (what rooms
+    above have made for this group, by name; closed with it).
     """
 
     def __init__(
@@ -75,9 +83,17 @@ class Group:
         self._parent, self._tag = parent, tag
         self.name, self.ranks, self.rank, self.size, self.crowded = name, ranks, rank, len(ranks), crowded
         self.checked = self.size > 1 and checking()
+        self.kept: dict[str, Closing] = {}
 
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
+
+    def part(self, name: str, members: Sequence[int], number: int) -> Group:
+        """Some of the ranks (indices here), this one among them, as a group of their own. number: tells apart the parts
+        that have a rank in common."""
+        ranks = [self.ranks[index] for index in members]
+        tag = _PARTS + 64 * number + self._tag
+        return Group(self._parent, f"{self.name}.{name}", ranks, members.index(self.rank), self.crowded, tag)
 
     def _create(self, tag: int) -> MPI.Intracomm:
         from mpi4py import MPI
@@ -142,7 +158,9 @@ class Group:
         return values
 
     def close(self) -> None:
-        """Free both communicators (collective over the members)."""
+        """Free both communicators and all that is kept (collective over the members)."""
+        while self.kept:
+            self.kept.popitem()[1].close()
         for name in ("comm", "data"):
             comm = self.__dict__.pop(name, None)
             if comm is not None:

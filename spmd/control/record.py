@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from spmd._cpu import monotonic_ns
 
@@ -17,29 +18,85 @@ class Total:
     ns: int = 0
 
 
-@dataclass
+class Plane(Protocol):
+    """Native collectives that count their own calls: an operation's name is OPS[number]."""
+
+    timeline: bool
+
+    @property
+    def totals(self) -> Sequence[tuple[int, int, int, int]]: ...  # operation, calls, bytes, ns
+    @property
+    def events(self) -> Sequence[tuple[int, int, int, int]]: ...  # operation, bytes, start ns, end ns
+    def reset(self) -> None: ...
+
+
+OPS = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "exchange")
+Event = tuple[str, str, int, int, int]
+
+
 class Recorder:
     """Totals of this process, and its events (operation, group, bytes, start ns, end ns) while `timeline` is on."""
 
-    totals: dict[tuple[str, str], Total] = field(default_factory=dict)
-    events: list[tuple[str, str, int, int, int]] = field(default_factory=list)
-    timeline: bool = False
+    def __init__(self) -> None:
+        self._totals: dict[tuple[str, str], Total] = {}
+        self._events: list[Event] = []
+        self._planes: list[tuple[str, Plane]] = []
+        self._timeline = False
+
+    @property
+    def timeline(self) -> bool:
+        return self._timeline
+
+    @timeline.setter
+    def timeline(self, on: bool) -> None:
+        self._timeline = on
+        for _, plane in self._planes:
+            plane.timeline = on
+
+    @property
+    def totals(self) -> dict[tuple[str, str], Total]:
+        """By operation and group, the native calls included."""
+        totals = {key: Total(t.calls, t.bytes, t.ns) for key, t in self._totals.items()}
+        for group, plane in self._planes:
+            _count(totals, group, plane)
+        return totals
+
+    @property
+    def events(self) -> list[Event]:
+        """In the order in which they began."""
+        native = [event for watched in self._planes for event in _events(*watched)]
+        return sorted(self._events + native, key=lambda event: event[3])
+
+    def watch(self, group: str, plane: Plane) -> Callable[[], None]:
+        """Count a plane's calls as well. Returns what ends that; what it has counted stays."""
+        watched = (group, plane)
+        plane.timeline = self._timeline
+        self._planes.append(watched)
+
+        def unwatch() -> None:
+            self._planes.remove(watched)
+            _count(self._totals, group, plane)
+            self._events += _events(group, plane)
+
+        return unwatch
 
     def add(self, op: str, group: str, nbytes: int, start_ns: int) -> None:
         """One finished call."""
         end_ns = monotonic_ns()
-        total = self.totals.get((op, group))
+        total = self._totals.get((op, group))
         if total is None:
-            total = self.totals[op, group] = Total()
+            total = self._totals[op, group] = Total()
         total.calls += 1
         total.bytes += nbytes
         total.ns += end_ns - start_ns
-        if self.timeline:
-            self.events.append((op, group, nbytes, start_ns, end_ns))
+        if self._timeline:
+            self._events.append((op, group, nbytes, start_ns, end_ns))
 
     def reset(self) -> None:
-        self.totals.clear()
-        self.events.clear()
+        self._totals.clear()
+        self._events.clear()
+        for _, plane in self._planes:
+            plane.reset()
 
     def summary(self) -> list[dict[str, Any]]:
         """Totals as plain rows, largest time first."""
@@ -50,10 +107,20 @@ class Recorder:
         return sorted(rows, key=lambda row: -row["seconds"])
 
 
+def _count(totals: dict[tuple[str, str], Total], group: str, plane: Plane) -> None:
+    for op, calls, nbytes, ns in plane.totals:
+        total = totals.setdefault((OPS[op], group), Total())
+        total.calls, total.bytes, total.ns = total.calls + calls, total.bytes + nbytes, total.ns + ns
+
+
+def _events(group: str, plane: Plane) -> list[Event]:
+    return [(OPS[op], group, nbytes, start, end) for op, nbytes, start, end in plane.events]
+
+
 recorder = Recorder()
 
 
-def perfetto(events_by_rank: list[list[tuple[str, str, int, int, int]]]) -> dict[str, Any]:
+def perfetto(events_by_rank: list[list[Event]]) -> dict[str, Any]:
     """The timelines of all ranks as one Perfetto (Chrome trace) document: a process per rank, in microseconds."""
     origin = min((start for events in events_by_rank for _, _, _, start, _ in events), default=0)
     out: list[dict[str, Any]] = []

@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import mmap
 import os
-import re
 import secrets
-import socket
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +29,7 @@ import torch
 from spmd.control.mpi import Group
 from spmd.errors import InputError
 from spmd.memory.symmetric import SymmetricMemory
+from spmd.topology.node import host_number, text_number
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)  # another way to make the file would not help
 _SPARE = 16  # one part in so many stays free: MPI's own segments in /dev/shm take their pages late, and die without
@@ -149,7 +146,7 @@ def _who(group: Group, indices: Sequence[int] | np.ndarray) -> str:
 def _check(group: Group, nbytes: int, directory: str) -> int:
     """One size, one host, one directory with room for all. Returns the free bytes there, the same on all ranks."""
     clamped = max(min(nbytes, _LARGE), -_LARGE)
-    table = group.allgather_int64([clamped, _hash(directory), _free(directory)])
+    table = group.allgather_int64([clamped, text_number(directory), _free(directory)])
     sizes, directories, free = table.T.tolist()
     usual = Counter(sizes).most_common(1)[0][0]
     odd = [index for index, size in enumerate(sizes) if size != usual]
@@ -301,7 +298,7 @@ def hosts(group: Group) -> list[int]:
     SPMD_NODES is honoured; InputError on every rank when one cannot read it.
     """
     if group not in _hosts:
-        found = group.allgather_int64([_host(group.ranks[group.rank])])[:, 0].tolist()
+        found = group.allgather_int64([host_number(group.ranks[group.rank])])[:, 0].tolist()
         if wrong := [index for index, host in enumerate(found) if host < 0]:
             raise InputError(
                 f"SPMD_NODES on {_who(group, wrong)} must be nodes x ranks per node, such as 2x2, with room for them"
@@ -314,19 +311,3 @@ def hosts(group: Group) -> list[int]:
 def same_host(group: Group) -> bool:
     """Whether all members are on one host; a collective the first time."""
     return not any(hosts(group))
-
-
-def _host(rank: int) -> int:
-    """A number for the host of this process, which has this rank in the world; -1 when SPMD_NODES makes no sense."""
-    node = 0
-    if nodes := os.environ.get("SPMD_NODES", ""):
-        parts = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", nodes)
-        if parts is None or rank >= int(parts[1]) * int(parts[2]):
-            return -1
-        node = rank // int(parts[2])
-    boot = Path("/proc/sys/kernel/random/boot_id")  # two hosts may have one name
-    return _hash(f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''} {node}")
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
 
 import torch
 
+from spmd.collectives.allreduce import AllReduceParams
 from spmd.models.config import ModelConfig
 from spmd.models.weights import Checkpoint
 from spmd.nn.attention import Attention, Chunk, KvCache
@@ -20,7 +23,7 @@ from spmd.topology.split import split
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)): [T, hidden] -> [T, hidden], the finished sum on every rank."""
+    """down(silu(gate(x)) * up(x)): [T, hidden] -> [T, hidden], the finished sum on every rank, or what follows it."""
 
     def __init__(self, config: ModelConfig, mapping: Mapping, dtype: torch.dtype) -> None:
         column, row = TensorParallelMode.COLUMN, TensorParallelMode.ROW
@@ -30,14 +33,15 @@ class Mlp:
         )
         self.down_proj = Linear(config.intermediate, config.hidden, config.mlp_bias, dtype, mapping, row)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_up_proj(x)))
+    def forward(self, x: torch.Tensor, all_reduce_params: AllReduceParams | None = None) -> Any:
+        return self.down_proj(swiglu(self.gate_up_proj(x)), all_reduce_params=all_reduce_params)
 
     __call__ = forward
 
 
 class Layer:
-    """forward(x, residual) -> (x, residual): x is what the next norm adds to the residual. Both are consumed."""
+    """forward(x, residual) -> (x, residual): x is the residual normalised for this layer; what comes back is normalised
+    for the next one. What `finish` is for a stage's last layer: see there."""
 
     def __init__(self, config: ModelConfig, index: int, mapping: Mapping, dtype: torch.dtype) -> None:
         self.index = index
@@ -45,21 +49,28 @@ class Layer:
         self.attention = Attention(config.layer_attention(index), mapping, dtype)
         self.mlp_norm = RMSNorm(config.hidden, config.eps, dtype)
         self.mlp = Mlp(config, mapping, dtype)
+        self._after_attention = self.mlp_norm.after_all_reduce()
+        self._after_mlp: AllReduceParams | None = None
+
+    def finish(self, norm: RMSNorm | None) -> None:
+        """The norm that follows: the next layer's or the model's; None at the end of a stage that is not the last: then
+        x is what is still to be added to the residual."""
+        self._after_mlp = None if norm is None else norm.after_all_reduce()
 
     def forward(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor | None,
+        residual: torch.Tensor,
         rotation: torch.Tensor,
         chunks: list[Chunk],
         cache: KvCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            x, residual = self.attn_norm(x), x
-        else:
-            x, residual = self.attn_norm.add_(x, residual)
-        x, residual = self.mlp_norm.add_(self.attention(x, rotation, chunks, cache), residual)
-        return self.mlp(x), residual
+        self._after_attention.residual = residual
+        x, residual = self.attention(x, rotation, chunks, cache, self._after_attention)
+        if self._after_mlp is None:
+            return self.mlp(x), residual
+        self._after_mlp.residual = residual
+        return self.mlp(x, self._after_mlp)
 
     __call__ = forward
 
@@ -82,11 +93,15 @@ class Decoder:
         self.head: VocabParallelEmbedding | None = None
         if self.first or (self.last and config.tied):
             self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden, dtype, mapping)
+        norms = [layer.attn_norm for layer in self.layers[1:]]
         if self.last:
             self.norm = RMSNorm(config.hidden, config.eps, dtype)
+            norms.append(self.norm)
             self.head = self.embed
             if not config.tied:
                 self.head = VocabParallelEmbedding(config.vocab_size, config.hidden, dtype, mapping)
+        for layer, norm in zip_longest(self.layers, norms):
+            layer.finish(norm)
 
     def new_caches(self, slots: int, max_length: int) -> list[KvCache]:
         """An empty KV cache for each layer of this stage."""
@@ -99,16 +114,17 @@ class Decoder:
         if self.first:
             assert self.embed is not None
             x = self.embed(x)
-        residual: torch.Tensor | None = None
+        if not self.layers and not self.last:
+            return x
+        x, residual = (self.layers[0].attn_norm if self.layers else self.norm)(x), x
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, rotation, chunks, cache)
         if not self.last:
-            return x if residual is None else residual + x
+            return residual + x
         assert self.head is not None
         if len(x) != len(chunks):
             ends = torch.tensor([chunk.length for chunk in chunks]).cumsum(0) - 1
-            x, residual = x[ends], None if residual is None else residual[ends]
-        x = self.norm(x) if residual is None else self.norm.add_(x, residual)[0]
+            x = x[ends]
         return self.head.logits(x).float()
 
     __call__ = forward

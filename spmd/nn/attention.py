@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,7 +110,7 @@ class Attention:
         chunks: Sequence[Chunk],
         cache: KvCache,
         all_reduce_params: AllReduceParams | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Store the chunks' keys and values in the cache and attend over what it then holds; shapes: see the class."""
         h, kv, d = self.num_heads, self.num_kv_heads, self.config.head_dim
         qkv = self.qkv_proj(x).view(-1, h + 2 * kv, d)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from spmd.collectives import library
+from spmd.collectives import gather
+from spmd.collectives.allreduce import AllReduce
 from spmd.control.distributed import Distributed
 from spmd.errors import InputError
 from spmd.nn.linear import Source, fill
@@ -27,6 +28,7 @@ class VocabParallelEmbedding:
         self.mapping = mapping
         self.own = split(vocab_size, mapping.tp_size, mapping.tp_rank)
         self.sizes = [len(split(vocab_size, mapping.tp_size, rank)) for rank in range(mapping.tp_size)]
+        self._all_reduce = AllReduce(mapping)
         # stored by channel, as in Linear: the LM head reads all of it for every token, the embedding one column
         self._columns = torch.empty(hidden, len(self.own), dtype=dtype)
         self.weight = self._columns.t()
@@ -38,11 +40,12 @@ class VocabParallelEmbedding:
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.mapping.tp_size == 1:
             return F.embedding(ids, self.weight)
-        group = Distributed.get(self.mapping).group("tp")
         elsewhere = (ids < self.own.start) | (ids >= self.own.stop)
         rows = F.embedding((ids - self.own.start).masked_fill_(elsewhere, 0), self.weight)
         rows[elsewhere] = 0
-        return library.all_reduce(rows, group, out=rows)
+        total = self._all_reduce(rows)
+        assert isinstance(total, torch.Tensor)
+        return total
 
     __call__ = forward
 
@@ -51,4 +54,4 @@ class VocabParallelEmbedding:
         scores = torch.mm(x, self._columns)
         if self.mapping.tp_size == 1:
             return scores
-        return library.all_gather(scores, Distributed.get(self.mapping).group("tp"), dim=-1, sizes=self.sizes)
+        return gather.all_gather(scores, Distributed.get(self.mapping).group("tp"), dim=-1, sizes=self.sizes)

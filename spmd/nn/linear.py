@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 
-from spmd.collectives import library
-from spmd.collectives.allreduce import AllReduceParams
+from spmd.collectives import gather
+from spmd.collectives.allreduce import AllReduce, AllReduceParams
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.errors import InputError
+from spmd.nn import overlap
 from spmd.topology.mapping import Mapping
 from spmd.topology.split import split
 
@@ -130,6 +131,11 @@ class Linear:
         """The tp group, asked for at first use."""
         return Distributed.get(self.mapping).group("tp")
 
+    @cached_property
+    def all_reduce(self) -> AllReduce:
+        """What finishes the sum of a ROW layer."""
+        return AllReduce(self.mapping)
+
     def load_shard(self, weights: Source | Sequence[Source], biases: Source | Sequence[Source] | None = None) -> None:
         """Copy this rank's slices of whole stored tensors: one per range of `own` (weight [out, in], bias [out]).
 
@@ -170,39 +176,57 @@ class Linear:
         all_reduce_params: AllReduceParams | None = None,
         lora_params: Dict[int, LoraWeights] | None = None,
         layer_idx: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         """input [..., in] -> [..., out] of the layer's type; what each rank takes and gets: see the class.
 
+        all_reduce_params: what follows the sum of a ROW layer, see `AllReduce`, whose outputs are then returned.
         lora_params: updates by layer number, of which `layer_idx`'s is added on top. Errors: InputError for a wrong
-        input; those of `library.all_reduce` and `all_gather`.
+        input; those of `AllReduce` and `allgather`.
         """
         if input.dim() != 2:
-            rows = self.forward(
+            made = self.forward(
                 input.reshape(-1, input.shape[-1]),
                 all_reduce_params=all_reduce_params,
                 lora_params=lora_params,
                 layer_idx=layer_idx,
             )
-            return rows.view(*input.shape[:-1], rows.shape[-1])
-        try:
-            if self._partial_bias is None:
-                output = torch.mm(input, self._columns)
-            else:
-                output = torch.addmm(self._partial_bias, input, self._columns)
-        except RuntimeError as error:
-            needed = f"{self._columns.shape[0]} features of {self._columns.dtype}"
-            raise InputError(f"the layer takes {needed}, but got {list(input.shape)} of {input.dtype}") from error
+            if isinstance(made, tuple):
+                return tuple(part.view(*input.shape[:-1], -1) if part.dim() == 2 else part for part in made)
+            return made.view(*input.shape[:-1], made.shape[-1])
         if lora_params is not None and layer_idx is None:
             raise InputError("lora_params need layer_idx: which layer's update is it?")
         lora = lora_params.get(layer_idx) if lora_params is not None and layer_idx is not None else None
+        if not self.reduce_output or (all_reduce_params is not None and not all_reduce_params.enable_allreduce):
+            output = self._product(input, lora)
+            if self.gather_output and self.tp_size > 1:
+                return gather.all_gather(output, self.group, dim=-1, sizes=self.gather_sizes)
+            return output
+        if self.tp_size == 1:
+            output = self._product(input, lora)
+            return output if all_reduce_params is None else self.all_reduce(output, all_reduce_params)
+        if lora is None and overlap.worth(input.shape[0]):
+            made = overlap.product_and_sum(
+                self._product, input, self.weight.shape[0], self.all_reduce, all_reduce_params
+            )
+            if made is not None:
+                return made
+        lent = self.all_reduce.lend((input.shape[0], self.weight.shape[0]), input.dtype)
+        return self.all_reduce(self._product(input, lora, lent), all_reduce_params)
+
+    def _product(
+        self, input: torch.Tensor, lora: LoraWeights | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """input [T, in] -> this rank's part [T, out], in `out` if there is one."""
+        try:
+            if self._partial_bias is None:
+                output = torch.mm(input, self._columns, out=out)
+            else:
+                output = torch.addmm(self._partial_bias, input, self._columns, out=out)
+        except RuntimeError as error:
+            needed = f"{self._columns.shape[0]} features of {self._columns.dtype}"
+            raise InputError(f"the layer takes {needed}, but got {list(input.shape)} of {input.dtype}") from error
         if lora is not None:
             output += F.linear(F.linear(input, lora.a), lora.b) * lora.scale
-        if self.tp_size == 1:
-            return output
-        if self.reduce_output and (all_reduce_params is None or all_reduce_params.enable_allreduce):
-            return library.all_reduce(output, self.group, out=output)
-        if self.gather_output:
-            return library.all_gather(output, self.group, dim=-1, sizes=self.gather_sizes)
         return output
 
     __call__ = forward

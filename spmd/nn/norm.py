@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from spmd.collectives.allreduce import AllReduceParams
+from spmd.collectives.fusion import AllReduceFusionOp
 from spmd.nn import rows
 
 
@@ -23,6 +25,11 @@ class RMSNorm:
         return rows.rms_norm(x, self.weight, self.eps)
 
     __call__ = forward
+
+    def after_all_reduce(self) -> AllReduceParams:
+        """Parameters of an all-reduce that adds a residual, to be set in them, and does this norm."""
+        op = AllReduceFusionOp.RESIDUAL_RMS_NORM
+        return AllReduceParams(fusion_op=op, norm_weight=self.weight, eps=self.eps)
 
     def add_(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows.add_rms_norm_(x, residual, self.weight, self.eps)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,26 @@ def parse_cores(text: str) -> set[int]:
         first, _, last = part.partition("-")
         cores.update(range(int(first), int(last or first) + 1))
     return cores
+
+
+def host_number(rank: int) -> int:
+    """A number for the host of this process, which has this rank in the world.
+
+    SPMD_NODES=2x2 (nodes x ranks per node): as if every two ranks had a host of their own; -1 when it makes no sense.
+    """
+    node = 0
+    if nodes := os.environ.get("SPMD_NODES", ""):
+        parts = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", nodes)
+        if parts is None or rank >= int(parts[1]) * int(parts[2]):
+            return -1
+        node = rank // int(parts[2])
+    boot = Path("/proc/sys/kernel/random/boot_id")  # two hosts may have one name
+    return text_number(f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''} {node}")
+
+
+def text_number(text: str) -> int:
+    """63 bits that differ where texts do."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
 def _numa_nodes(cores: tuple[int, ...], root: Path = Path("/sys/devices/system/node")) -> tuple[int, ...]:

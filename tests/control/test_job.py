@@ -8,6 +8,7 @@ from spmd.errors import (
     DeadlineError,
     DesyncError,
     InputError,
+    LostRankError,
     OutOfStepError,
     SerializationError,
     SpmdError,
@@ -20,6 +21,7 @@ CODES = {
     OutOfStepError: 3,
     DesyncError: 3,
     DeadlineError: 3,
+    LostRankError: 3,
     VerifyError: 4,
     SerializationError: 1,
 }

@@ -1,0 +1,343 @@
+// Purpose: the memory-bound loops of the collectives.
+// Method:  16 fp32 lanes in GCC vector types, which every instruction set cuts to its own width; sums start from +0 and
+//          add in the order of `in`, so all strategies and instruction sets give the same bits. Compiled once per
+//          instruction set (SPMD_ISA names it); nothing of the standard library that translation units share may be
+//          instantiated here.
+// Requirement: any alignment, any count; mailboxes are aligned to lines.
+// Use:     plane.cpp, through the table in data.h.
+
+#include "cpu/data.h"
+
+#include <cmath>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "common/epilogue.h"
+#include "common/quantise.h"
+#include "common/types.h"
+
+namespace spmd {
+namespace SPMD_ISA {
+namespace {
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef std::uint32_t Words __attribute__((vector_size(64)));
+typedef std::uint16_t Halves __attribute__((vector_size(32)));
+constexpr int kLanes16 = 16;
+
+template <class V>
+inline V read(const void* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline Floats load16(const float* p) { return read<Floats>(p); }
+inline Floats load16(const BFloat16* p) { return (Floats)(__builtin_convertvector(read<Halves>(p), Words) << 16); }
+inline Floats load16(const Float16* p) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_maskz_cvtph_ps(0xffff, read<__m256i>(p));
+#else
+    float v[kLanes16];
+    for (int k = 0; k < kLanes16; ++k) v[k] = load(p[k]);
+    return read<Floats>(v);
+#endif
+}
+
+inline Floats pack16(Floats v, const float*) { return v; }
+inline Halves pack16(Floats v, const BFloat16*) {
+    const Words bits = (Words)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = (bits >> 16) | 0x40;
+    const Words is_nan = (Words)(v != v);
+    return __builtin_convertvector((nan & is_nan) | (rounded & ~is_nan), Halves);
+}
+inline Halves pack16(Floats v, const Float16*) {
+#if defined(__AVX512F__)
+    return (Halves)_mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    Float16 half[kLanes16];
+    for (int k = 0; k < kLanes16; ++k) half[k] = store<Float16>(v[k]);
+    return read<Halves>(half);
+#endif
+}
+
+template <class T>
+inline void store16(T* p, Floats v) {
+    const auto packed = pack16(v, static_cast<const T*>(nullptr));
+    std::memcpy(p, &packed, sizeof packed);
+}
+
+// A non-temporal store of one vector to memory that is aligned to its size.
+inline void stream_out(void* p, Floats v) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(static_cast<float*>(p), (__m512)v);
+#elif defined(__x86_64__)
+    for (int k = 0; k < 4; ++k) {
+        __m128 part;
+        std::memcpy(&part, reinterpret_cast<const char*>(&v) + 16 * k, sizeof part);
+        _mm_stream_ps(static_cast<float*>(p) + 4 * k, part);
+    }
+#else
+    std::memcpy(p, &v, sizeof v);
+#endif
+}
+inline void stream_out(void* p, Halves v) {
+#if defined(__x86_64__)
+    for (int k = 0; k < 2; ++k) {
+        __m128i part;
+        std::memcpy(&part, reinterpret_cast<const char*>(&v) + 16 * k, sizeof part);
+        _mm_stream_si128(static_cast<__m128i*>(p) + k, part);
+    }
+#else
+    std::memcpy(p, &v, sizeof v);
+#endif
+}
+
+// Non-temporal stores become visible in no order: before the next flag, all of them.
+inline void stream_end() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+void copy(void* out, const void* in, std::int64_t bytes, bool stream) {
+    auto* to = static_cast<char*>(out);
+    auto* from = static_cast<const char*>(in);
+    if (stream && bytes >= 2 * kLine) {
+        const std::int64_t head = -reinterpret_cast<std::intptr_t>(to) & (kLine - 1);
+        std::memcpy(to, from, head);
+        std::int64_t i = head;
+        for (; i + kLine <= bytes; i += kLine) stream_out(to + i, read<Floats>(from + i));
+        stream_end();
+        to += i, from += i, bytes -= i;
+    }
+    std::memcpy(to, from, bytes);
+}
+
+// Sum of N inputs (N 0: of `count`), T to the type of out.
+template <int N, class T>
+inline Floats sum16(const T* const* in, int count, std::int64_t i) {
+    Floats acc = {};
+    for (int s = 0; s < (N ? N : count); ++s) acc += load16(in[s] + i);
+    return acc;
+}
+
+template <class T>
+inline float sum1(const T* const* in, int count, std::int64_t i) {
+    float acc = 0;
+    for (int s = 0; s < count; ++s) acc += load(in[s][i]);
+    return acc;
+}
+
+template <int N, class Out, class T>
+void sum_n(Out* out, const T* const* in, int count, std::int64_t n, bool stream) {
+    std::int64_t i = 0;
+    if (stream) {
+        constexpr std::int64_t kVector = kLanes16 * sizeof(Out);
+        for (; i < n && reinterpret_cast<std::uintptr_t>(out + i) % kVector; ++i) out[i] = store<Out>(sum1(in, count, i));
+        for (; i + kLanes16 <= n; i += kLanes16)
+            stream_out(out + i, pack16(sum16<N>(in, count, i), static_cast<const Out*>(nullptr)));
+        stream_end();
+    }
+    for (; i + 4 * kLanes16 <= n; i += 4 * kLanes16) {
+        const Floats a = sum16<N>(in, count, i), b = sum16<N>(in, count, i + kLanes16),
+                     c = sum16<N>(in, count, i + 2 * kLanes16), d = sum16<N>(in, count, i + 3 * kLanes16);
+        store16(out + i, a), store16(out + i + kLanes16, b);
+        store16(out + i + 2 * kLanes16, c), store16(out + i + 3 * kLanes16, d);
+    }
+    for (; i + kLanes16 <= n; i += kLanes16) store16(out + i, sum16<N>(in, count, i));
+    for (; i < n; ++i) out[i] = store<Out>(sum1(in, count, i));
+}
+
+template <class Out, class T>
+void sum_all(Out* out, const void* const* in, int count, std::int64_t n, bool stream) {
+    auto* from = reinterpret_cast<const T* const*>(in);
+    switch (count) {
+        case 1: return sum_n<1>(out, from, count, n, stream);
+        case 2: return sum_n<2>(out, from, count, n, stream);
+        case 4: return sum_n<4>(out, from, count, n, stream);
+        default: return sum_n<0>(out, from, count, n, stream);
+    }
+}
+
+void add_two(void* out, const void* a, const void* b, std::int64_t n, int dtype) {
+    const void* in[2] = {a, b};
+    with_type(dtype, [&]<class T>(T*) { sum_all<T, T>(static_cast<T*>(out), in, 2, n, false); });
+}
+
+void sum(void* out, const void* const* in, int count, std::int64_t n, int dtype, bool stream) {
+    with_type(dtype, [&]<class T>(T*) { sum_all<T, T>(static_cast<T*>(out), in, count, n, stream); });
+}
+
+void finish(const Epilogue& e, std::int64_t row, const void* const* in, int count, std::int64_t rows, float* scratch) {
+    with_type(e.dtype, [&]<class T>(T*) {
+        const T* from[kMaxRanks];
+        for (int s = 0; s < count; ++s) from[s] = static_cast<const T*>(in[s]);
+        for (std::int64_t r = 0; r < rows; ++r) {
+            sum_all<float, T>(scratch, reinterpret_cast<const void* const*>(from), count, e.n, false);
+            epilogue_row<T>(e, row + r, scratch);
+            for (int s = 0; s < count; ++s) from[s] += e.n;
+        }
+    });
+}
+
+// sums [n] to T in out, or to the outputs of e from its row `row` on.
+template <class T>
+void round_all(void* out, float* sums, std::int64_t n, const Epilogue* e, std::int64_t row) {
+    if (e)
+        for (std::int64_t at = 0; at < n; at += e->n, ++row) epilogue_row<T>(*e, row, sums + at);
+    else
+        sum_n<1>(static_cast<T*>(out), &sums, 1, n, false);
+}
+
+void round(void* out, float* sums, std::int64_t n, int dtype, const Epilogue* e, std::int64_t row) {
+    with_type(dtype, [&]<class T>(T*) { round_all<T>(out, sums, n, e, row); });
+}
+
+// ---------------------------------------------------------------------------------------------------- Lamport mailboxes
+// Data and flag are the same word. x86 keeps the stores of a core in order, and its loads; elsewhere, and where a checker
+// watches, every word is an atomic of its own.
+
+#if defined(__x86_64__) && !defined(SPMD_ATOMIC_WORDS)
+inline Words take(const void* p) { return *static_cast<const volatile Words*>(p); }
+inline void put(void* p, Words w) { *static_cast<volatile Words*>(p) = w; }
+#else
+inline Words take(const void* p) {
+    Words w;
+    for (int k = 0; k < 16; ++k) w[k] = __atomic_load_n(static_cast<const std::uint32_t*>(p) + k, __ATOMIC_ACQUIRE);
+    return w;
+}
+inline void put(void* p, Words w) {
+    for (int k = 0; k < 16; ++k) __atomic_store_n(static_cast<std::uint32_t*>(p) + k, w[k], __ATOMIC_RELEASE);
+}
+#endif
+
+inline bool any(Words w) {  // whether some lane is set; lanes are 0 or ~0
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)w, (__m512i)w);
+#else
+    std::uint32_t all = 0;
+    for (int k = 0; k < 16; ++k) all |= w[k];
+    return all;
+#endif
+}
+
+void post(void* mailbox, const void* in, std::int64_t bytes) {
+    auto* to = static_cast<char*>(mailbox);
+    auto* from = static_cast<const char*>(in);
+    std::int64_t i = 0;
+    for (; i + kLine <= bytes; i += kLine) {
+        const Words w = read<Words>(from + i);
+        put(to + i, w & (Words)(w != kSentinel));
+    }
+    if (i < bytes) {
+        Words w = {};
+        std::memcpy(&w, from + i, bytes - i);
+        put(to + i, w & (Words)(w != kSentinel));
+    }
+}
+
+void clear(void* mailbox, std::int64_t bytes) {
+    const Words empty = Words{} + kSentinel;
+    for (std::int64_t i = 0; i < bytes; i += kLine) put(static_cast<char*>(mailbox) + i, empty);
+}
+
+// One line of every rank, summed: kLine / sizeof(T) lanes in fp32.
+template <class T>
+inline bool collect_line(const Mailboxes& from, std::int64_t at, Floats* acc) {
+    constexpr int kVectors = kLine / sizeof(T) / kLanes16;
+    for (int k = 0; k < kVectors; ++k) acc[k] = Floats{};
+    for (int peer = 0; peer < from.size; ++peer) {
+        const char* p = static_cast<const char*>(from.buffers[peer]) + at;
+        Words w = take(p);
+        if (peer != from.rank)
+            for (std::int64_t turn = 0; __builtin_expect(any((Words)(w == kSentinel)), 0); w = take(p), ++turn)
+                if (!from.late(from.context, peer, turn)) return false;
+        T lane[kLine / sizeof(T)];
+        std::memcpy(lane, &w, sizeof w);
+        for (int k = 0; k < kVectors; ++k) acc[k] += load16(lane + k * kLanes16);
+    }
+    return true;
+}
+
+template <class T, class Out>
+bool collect_all(const Mailboxes& from, Out* out, std::int64_t n) {
+    constexpr int kElements = kLine / sizeof(T), kVectors = kElements / kLanes16;
+    Floats acc[kVectors];
+    std::int64_t i = 0;
+    for (; i + kElements <= n; i += kElements) {
+        if (!collect_line<T>(from, i * sizeof(T), acc)) return false;
+        for (int k = 0; k < kVectors; ++k) store16(out + i + k * kLanes16, acc[k]);
+    }
+    if (i < n) {
+        if (!collect_line<T>(from, i * sizeof(T), acc)) return false;
+        Out last[kElements];
+        for (int k = 0; k < kVectors; ++k) store16(last + k * kLanes16, acc[k]);
+        std::memcpy(out + i, last, (n - i) * sizeof(Out));
+    }
+    return true;
+}
+
+bool collect(const Mailboxes& from, void* out, std::int64_t n, int dtype, const Epilogue* e, float* scratch) {
+    bool done = false;
+    with_type(dtype, [&]<class T>(T*) {
+        if (e) {
+            if ((done = collect_all<T>(from, scratch, n))) round_all<T>(out, scratch, n, e, 0);
+        } else {
+            done = collect_all<T>(from, static_cast<T*>(out), n);
+        }
+    });
+    return done;
+}
+
+// ------------------------------------------------------------------------------------------------------- low precision
+// The scale is the power of two that brings the largest element to (224, 448]: a code's relative precision does not depend
+// on it, and products with it are exact. A block with an infinity or a NaN becomes NaN.
+
+inline float scale_for(float top) {
+    const std::uint32_t bits = bits_of(top), exponent = bits >> 23, above = (bits & 0x7fffff) > 0x600000;  // 1.75
+    if (exponent == 255) return from_bits(0x7fc00000);
+    return from_bits((exponent > 8 ? exponent - 8 + above : 1u) << 23);
+}
+
+void pack(void* out, const void* in, std::int64_t n, int dtype) {
+    auto* to = static_cast<std::uint8_t*>(out);
+    with_type(dtype, [&]<class T>(T*) {
+        auto* from = static_cast<const T*>(in);
+        for (std::int64_t at = 0; at < n; at += kScaled, to += kScaled + 4) {
+            const std::int64_t count = n - at < kScaled ? n - at : kScaled;
+            float v[kScaled] = {}, top = 0;
+            for (std::int64_t i = 0; i < count; ++i) v[i] = load(from[at + i]);
+            for (std::int64_t i = 0; i < kScaled; ++i) {
+                const float size = std::fabs(v[i]);
+                top = size > top || size != size ? size : top;
+            }
+            const float scale = scale_for(top), inverse = 1.0f / scale;
+            for (std::int64_t i = 0; i < kScaled; ++i)
+                to[i] = static_cast<std::uint8_t>(to_e4m3(v[i] * inverse));
+            std::memcpy(to + kScaled, &scale, sizeof scale);
+        }
+    });
+}
+
+void sum_packed(float* out, const void* const* in, int count, std::int64_t n) {
+    for (std::int64_t at = 0, block = 0; at < n; at += kScaled, ++block) {
+        float acc[kScaled] = {};
+        for (int s = 0; s < count; ++s) {
+            auto* from = static_cast<const std::uint8_t*>(in[s]) + block * (kScaled + 4);
+            float scale;
+            std::memcpy(&scale, from + kScaled, sizeof scale);
+            for (std::int64_t i = 0; i < kScaled; ++i) acc[i] += from_e4m3(from[i]) * scale;
+        }
+        std::memcpy(out + at, acc, sizeof(float) * (n - at < kScaled ? n - at : kScaled));
+    }
+}
+
+}  // namespace
+
+extern const DataKernels data_table;
+const DataKernels data_table = {&copy, &add_two, &sum, &finish, &post, &collect, &clear, &pack, &sum_packed, &round};
+
+}  // namespace SPMD_ISA
+}  // namespace spmd

@@ -1,0 +1,179 @@
+// spmd._cpu.Plane for Python. Tensors arrive as addresses; spmd/collectives/cpu.py checks them first.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <sched.h>
+
+#include "cpu/plane.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace spmd {
+
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T = void>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// A long wait lets other Python threads run and signal handlers raise.
+bool idle() {
+    {
+        nb::gil_scoped_release released;
+        sched_yield();
+    }
+    return PyErr_CheckSignals() == 0;
+}
+
+int checked(int status) {
+    if (status == kInterrupted && PyErr_Occurred()) throw nb::python_error();
+    return status;
+}
+
+// In one number, an argument less for the shortest calls: the algorithm for ordinary memory, the one for symmetric
+// memory, and the dtype.
+int run(Plane& plane, int how, const Rows& rows, std::int64_t count) {
+    return checked(plane.all_reduce(static_cast<Algorithm>(how & 15), static_cast<Algorithm>(how >> 4 & 15), rows, count));
+}
+
+int all_reduce(Plane& plane, Address in, Address out, std::int64_t count, int how) {
+    return run(plane, how, Rows{at(in), at(out), 1, how >> 8, nullptr, nullptr}, count);
+}
+
+// An epilogue's fixed part with the tensors of one call.
+Epilogue placed(const Epilogue& fixed, Address residual, Address out, Address residual_out, Address quant_out,
+                Address scale_out) {
+    Epilogue e = fixed;
+    e.residual = at(residual), e.out = at(out), e.residual_out = at(residual_out);
+    e.quant_out = at<std::uint8_t>(quant_out), e.scale_out = at<std::uint8_t>(scale_out);
+    return e;
+}
+
+// The epilogue alone, of values of its own type, which stay as they are.
+void finish(Address values, std::int64_t rows, const Epilogue& fixed, Address residual, Address out,
+                  Address residual_out, Address quant_out, Address scale_out) {
+    thread_local std::vector<float> scratch;
+    const Epilogue e = placed(fixed, residual, out, residual_out, quant_out, scale_out);
+    if (static_cast<std::int64_t>(scratch.size()) < e.n) scratch.resize(e.n);
+    const void* in = at(values);
+    data_kernels().finish(e, 0, &in, 1, rows, scratch.data());
+}
+
+int all_reduce_rows(Plane& plane, Address in, std::int64_t count, int how, const Epilogue& fixed, Address residual,
+                    Address out, Address residual_out, Address quant_out, Address scale_out) {
+    const Epilogue e = placed(fixed, residual, out, residual_out, quant_out, scale_out);
+    return run(plane, how, Rows{at(in), at(out), e.n, e.dtype, nullptr, &e}, count);
+}
+
+int complete(Plane& plane, std::uint32_t part, Address in, Address out, std::int64_t n, int dtype, std::int64_t first,
+             std::int64_t count) {
+    return checked(plane.complete(part, Rows{at(in), at(out), n, dtype, nullptr, nullptr}, first, count));
+}
+
+int complete_rows(Plane& plane, std::uint32_t part, Address in, std::int64_t first, std::int64_t count,
+                  const Epilogue& fixed, Address residual, Address out, Address residual_out, Address quant_out,
+                  Address scale_out) {
+    const Epilogue e = placed(fixed, residual, out, residual_out, quant_out, scale_out);
+    return checked(plane.complete(part, Rows{at(in), at(out), e.n, e.dtype, nullptr, &e}, first, count));
+}
+
+int exchange(Plane& plane, int op, const RowMap& map, Address in, Address out, std::int64_t n, int dtype, Address fold,
+             std::uint64_t signature) {
+    const Rows rows{at(in), at(out), n, dtype, at(fold), nullptr};
+    return checked(plane.exchange(static_cast<Op>(op), map, rows, signature));
+}
+
+int exchange_rows(Plane& plane, int op, const RowMap& map, Address in, Address fold, std::uint64_t signature,
+                  const Epilogue& fixed, Address residual, Address out, Address residual_out, Address quant_out,
+                  Address scale_out) {
+    const Epilogue e = placed(fixed, residual, out, residual_out, quant_out, scale_out);
+    const Rows rows{at(in), at(out), e.n, e.dtype, at(fold), &e};
+    return checked(plane.exchange(static_cast<Op>(op), map, rows, signature));
+}
+
+Epilogue epilogue(int op, int dtype, std::int64_t n, Address bias, Address weight, Address pre_weight, Address scale,
+                  float eps, float weight_offset) {
+    Epilogue e{};
+    e.op = op, e.dtype = dtype, e.n = n;
+    e.bias = at(bias), e.weight = at(weight), e.pre_weight = at(pre_weight), e.scale = at<const float>(scale);
+    e.eps = eps, e.weight_offset = weight_offset;
+    return e;
+}
+
+}  // namespace
+
+void bind_plane(nb::module_& m) {
+    nb::class_<Epilogue>(m, "Epilogue", "What is done to the rows of a sum: see common/epilogue.h.")
+        .def("__init__", [](Epilogue* self, int op, int dtype, std::int64_t n, Address bias, Address weight,
+                            Address pre_weight, Address scale, float eps, float weight_offset) {
+            new (self) Epilogue(epilogue(op, dtype, n, bias, weight, pre_weight, scale, eps, weight_offset));
+        });
+    m.def("finish", &finish, "An epilogue without communication: see data.h's finish.");
+    using Tuple = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::vector<int>>;
+    nb::class_<RowMap>(m, "RowMap", "Pieces (first row out, first row of the sources, rows, sources): see plane.h.")
+        .def("__init__", [](RowMap* self, const std::vector<Tuple>& pieces, std::int64_t rows, std::int64_t max_rows) {
+            new (self) RowMap{{}, rows, max_rows};
+            for (const auto& [out, first, count, sources] : pieces) self->pieces.push_back({out, first, count, sources});
+        });
+    nb::class_<Plane>(m, "Plane", "The shared-memory collectives of one group: see plane.h.")
+        .def("__init__",
+             [](Plane* self, int rank, const std::vector<Address>& regions, const std::vector<int>& processes,
+                std::int64_t mailbox_bytes, std::int64_t slot_bytes, bool crowded) {
+                 new (self) Plane(rank, regions, processes, mailbox_bytes, slot_bytes, crowded);
+                 self->idle = idle;
+             })
+        .def_static("region_bytes", &Plane::region_bytes)
+        .def("barrier", [](Plane& plane) { return checked(plane.barrier()); })
+        .def("all_reduce", &all_reduce)
+        .def("all_reduce_rows", &all_reduce_rows)
+        .def("exchange", &exchange)
+        .def("exchange_rows", &exchange_rows)
+        .def("start", [](Plane& plane, std::int64_t bytes, int dtype, Address in) { return plane.start(bytes, dtype, in); })
+        .def("publish", &Plane::publish)
+        .def("complete", &complete)
+        .def("complete_rows", &complete_rows)
+        .def("add_region", &Plane::add_region)
+        .def("remove_region", &Plane::remove_region)
+        .def("symmetric", &Plane::symmetric)
+        .def("ready", [](Plane& plane, int id) { return checked(plane.ready(id)); })
+        .def("what",
+             [](const Plane& plane, int rank) {
+                 const Words& words = plane.words(rank);
+                 const std::uint64_t what = __atomic_load_n(&words.what, __ATOMIC_RELAXED);
+                 const std::uint64_t call = __atomic_load_n(&words.call, __ATOMIC_ACQUIRE);
+                 const std::uint64_t gave_up = __atomic_load_n(&words.gave_up, __ATOMIC_ACQUIRE);
+                 return std::tuple(what >> 56, what >> 48 & 255, what & ((1ull << 48) - 1), call >> 32,
+                                   gave_up ? static_cast<int>(gave_up) - 1 : 0);
+             }, "rank"_a, "(op, dtype, bytes, number) of a rank's latest call, and the status it gave up with")
+        .def_prop_ro("totals",
+                     [](const Plane& plane) {
+                         std::vector<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>> rows;
+                         for (int op = 0; op < kOps; ++op)
+                             if (const Total& t = plane.totals[op]; t.calls)
+                                 rows.emplace_back(op, t.calls, t.bytes, t.ns);
+                         return rows;
+                     }, "(op, calls, bytes, ns)")
+        .def_prop_ro("events",
+                     [](const Plane& plane) {
+                         std::vector<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>> rows;
+                         for (const Event& e : plane.events) rows.emplace_back(e.op, e.bytes, e.start_ns, e.end_ns);
+                         return rows;
+                     }, "(op, bytes, start ns, end ns)")
+        .def("reset", [](Plane& plane) { plane.totals.assign(kOps, {}), plane.events.clear(); })
+        .def_ro("odd", &Plane::odd)
+        .def_prop_ro("call", &Plane::call)
+        .def_rw("timeout_s", &Plane::timeout_s)
+        .def_rw("chunk_bytes", &Plane::chunk_bytes)
+        .def_rw("stream_bytes", &Plane::stream_bytes)
+        .def_rw("timeline", &Plane::timeline)
+        .def_prop_ro("mailbox_bytes", &Plane::mailbox_bytes)
+        .def_prop_ro("slot_bytes", &Plane::slot_bytes);
+}
+
+}  // namespace spmd
