@@ -7,36 +7,55 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spmd.collectives.allreduce import AllReduceParams
+    from spmd.collectives.allreduce import AllReduce, AllReduceParams
+    from spmd.collectives.exchange import exchange
+    from spmd.collectives.fusion import AllReduceFusionOp
     from spmd.collectives.gather import allgather, alltoall, cp_allgather, reducescatter
+    from spmd.collectives.moe import MoEAllReduce, MoEAllReduceParams
+    from spmd.collectives.strategy import AllReduceStrategy
     from spmd.control.distributed import Distributed
+    from spmd.memory.symmetric import symmetric_empty
     from spmd.nn.linear import Linear, TensorParallelMode
     from spmd.topology.mapping import CpType, Mapping
 
 _HOME = {
+    "AllReduce": "spmd.collectives.allreduce",
+    "AllReduceFusionOp": "spmd.collectives.fusion",
     "AllReduceParams": "spmd.collectives.allreduce",
+    "AllReduceStrategy": "spmd.collectives.strategy",
     "CpType": "spmd.topology.mapping",
     "Distributed": "spmd.control.distributed",
     "Linear": "spmd.nn.linear",
     "Mapping": "spmd.topology.mapping",
+    "MoEAllReduce": "spmd.collectives.moe",
+    "MoEAllReduceParams": "spmd.collectives.moe",
     "TensorParallelMode": "spmd.nn.linear",
     "allgather": "spmd.collectives.gather",
     "alltoall": "spmd.collectives.gather",
     "cp_allgather": "spmd.collectives.gather",
+    "exchange": "spmd.collectives.exchange",
     "reducescatter": "spmd.collectives.gather",
+    "symmetric_empty": "spmd.memory.symmetric",
 }
 
 __all__ = [
+    "AllReduce",
+    "AllReduceFusionOp",
     "AllReduceParams",
+    "AllReduceStrategy",
     "CpType",
     "Distributed",
     "Linear",
     "Mapping",
+    "MoEAllReduce",
+    "MoEAllReduceParams",
     "TensorParallelMode",
     "allgather",
     "alltoall",
     "cp_allgather",
+    "exchange",
     "reducescatter",
+    "symmetric_empty",
 ]
 __version__ = "0.1.0"
 

@@ -75,6 +75,7 @@ def gather(
     prompts: list[list[int]],
     communication: list[dict[str, Any]],
     load_s: float,
+    tune_s: float,
     peak: int,
 ) -> dict[str, Any]:
     """Collective. Timing of rank 0; communication per operation and group, and memory, of the rank with the most.
@@ -93,6 +94,7 @@ def gather(
     return {
         "timing": {
             "load_s": max(load for _, _, load in ranks),
+            "tune_s": tune_s,
             "ttft_ms": ttft * 1e3,
             "prefill_tokens_per_s": sum(map(len, prompts)) / ttft,
             "decode_tokens_per_s": later / decode if later else 0.0,
@@ -148,6 +150,8 @@ def table(facts: dict[str, Any], mapping: Mapping, args: argparse.Namespace) -> 
     sizes = " ".join(f"{name} {size}" for name, size in layout(mapping).items() if size is not None)
     out.add_row("layout", f"{sizes}, {args.dtype}")
     out.add_row("load", f"{timing['load_s']:.2f} s")
+    if timing["tune_s"]:
+        out.add_row("warm-up", f"{timing['tune_s']:.2f} s to tune the all-reduce")
     out.add_row("time to first token", f"{timing['ttft_ms']:.1f} ms ({timing['prefill_tokens_per_s']:.0f} tokens/s)")
     out.add_row("decode", f"{timing['decode_tokens_per_s']:.1f} tokens/s")
     out.add_row("peak memory", f"{facts['peak_memory'] / 2**20:.0f} MiB on the largest rank")

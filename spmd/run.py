@@ -15,6 +15,7 @@ from spmd import report
 from spmd.control import job
 from spmd.errors import InputError, VerifyError
 from spmd.topology.mapping import Mapping
+from spmd.topology.split import split
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -219,11 +220,19 @@ class Job:
         eos = () if args.ignore_eos else self.config.eos
         return Sampling(args.max_tokens, args.temperature, args.top_p, args.seed, eos)
 
+    def rows(self) -> list[int]:
+        """How many rows the forwards to come have: prompts of a microbatch at once, then a token of each."""
+        microbatches = min(self.args.microbatches or self.mapping.pp_size, len(self.prompts))
+        parts = [split(len(self.prompts), microbatches, index) for index in range(microbatches)]
+        prefills = [sum(len(self.prompts[i]) for i in part) for part in parts]
+        return [*prefills, *range(1, max(map(len, parts)) + 1)]
+
     def generate(self) -> Generation:
         """The forward on all ranks; rank 0 shows tokens as they come."""
         from spmd.control.record import recorder
         from spmd.models.generate import generate
 
+        self.tune_s = self.decoder.tune(self.rows())
         show = report.Progress(self.tokenizer, len(self.prompts), self.args.max_tokens) if self.rank == 0 else None
         self.dist.barrier()
         recorder.reset()
@@ -304,7 +313,7 @@ def main() -> None:
     made = this.generate()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     verdict = this.verify(made) if args.verify else ("", True)
-    facts = report.gather(this.dist, made, this.prompts, this.communication, this.load_s, peak)
+    facts = report.gather(this.dist, made, this.prompts, this.communication, this.load_s, this.tune_s, peak)
     if this.rank == 0:
         texts = [this.tokenizer.decode(tokens) for tokens in made.tokens] if this.tokenizer else None
         facts.update(text=texts, tokens=made.tokens, verify=verdict[0] or None)

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from spmd.collectives.allreduce import AllReduceParams
+from spmd.collectives.fusion import AllReduceFusionOp
 from spmd.models.config import ModelConfig
 from spmd.models.weights import Checkpoint
+from spmd.nn import overlap
 from spmd.nn.attention import Attention, Chunk, KvCache
 from spmd.nn.embedding import VocabParallelEmbedding
 from spmd.nn.linear import Linear, TensorParallelMode
@@ -102,6 +104,15 @@ class Decoder:
                 self.head = VocabParallelEmbedding(config.vocab_size, config.hidden, dtype, mapping)
         for layer, norm in zip_longest(self.layers, norms):
             layer.finish(norm)
+
+    def tune(self, rows: Sequence[int]) -> float:
+        """Time the ways in which the all-reduces of forwards with so many rows can be done: a warm-up step, collective
+        over the stage's tp group. Returns the seconds it took, 0 where all is known."""
+        if self.mapping.tp_size == 1 or not self.layers:
+            return 0.0
+        shapes = [(count, self.config.hidden) for count in dict.fromkeys(rows) if not overlap.worth(count)]
+        fused = [(shape, self.dtype, AllReduceFusionOp.RESIDUAL_RMS_NORM, True) for shape in shapes]
+        return self.layers[0].attention.o_proj.all_reduce.tune(fused)
 
     def new_caches(self, slots: int, max_length: int) -> list[KvCache]:
         """An empty KV cache for each layer of this stage."""
