@@ -1,5 +1,7 @@
 from collections.abc import Sequence
 
+import torch
+
 isa: str
 
 def monotonic_ns() -> int: ...
@@ -43,6 +45,23 @@ class Epilogue:
 
 class RowMap:
     def __init__(self, pieces: Sequence[tuple[int, int, int, list[int]]], rows: int, max_rows: int) -> None: ...
+
+class Shortcuts:
+    def __init__(self, plane: Plane, tensor: type[torch.Tensor]) -> None: ...
+    def remember(self, dtype: int, elements: int, how: int) -> None: ...
+    def forget(self) -> None: ...
+    def sum(self, x: torch.Tensor, out: torch.Tensor) -> int: ...
+    def rows(
+        self,
+        fixed: Epilogue,
+        how: int,
+        elements: int,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+        residual_out: torch.Tensor,
+    ) -> int: ...
 
 class Plane:
     timeout_s: float

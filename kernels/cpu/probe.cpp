@@ -3,7 +3,7 @@
 // Method:  each all-reduce is a bare loop over 64-byte lines with no arguments to check and no Python above it. `run`
 //          rewrites the input before each iteration, aligns the ranks, times the call alone and counts wrong elements.
 // Requirement: two ranks, each on a core of its own; shared memory of shared_bytes(n); n a multiple of 64 bytes; fp32
-//          or bf16 without NaN. Compiled for the machine it is built on: part of the bench, not of the package.
+//          or bf16 without NaN. On x86 built for AVX-512: part of the bench, not of the package.
 // Use:     bench/allreduce.py; vectors and shared memory arrive as addresses.
 
 #include <nanobind/nanobind.h>
@@ -110,38 +110,44 @@ void barrier(Address shared, int rank, int ranks) {
 
 Count shared_bytes(Count n) { return static_cast<Count>(sizeof(Shared)) + 6 * n; }
 
-// ---- values: -16 ... 15, different for every element, rank and iteration; sums of up to 16 ranks are exact in bf16 ----
+// ---- values: integers -16 ... 15 that change with element, rank and iteration; sums of 16 ranks are exact in bf16 ----
 
-inline int value(std::uint32_t i, int rank, int iteration) {
-    return static_cast<int>(((i * 2654435761u >> 20) + rank * 5u + iteration * 7u) & 31) - 16;
-}
+constexpr int kValues = 32;
 
-inline float sum_of_values(std::uint32_t i, int first, int ranks, int iteration) {
-    int sum = 0;
-    for (int r = first; r < first + ranks; ++r) sum += value(i, r, iteration);
-    return sum ? static_cast<float>(sum) : -0.0f;  // -0.0 is what a Lamport kernel must not take for an empty word
-}
+inline std::uint32_t kind(Count i) { return static_cast<std::uint32_t>(i) * 2654435761u >> 27; }  // a hash, < kValues
 
-inline std::uint16_t bf16(float v) { return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(v) >> 16); }
-inline float fp32(std::uint16_t v) { return std::bit_cast<float>(std::uint32_t{v} << 16); }
+// The fp32 bits of what these ranks' inputs add up to, by the kind of an element; `zero` stands for 0.
+struct Sums {
+    std::uint32_t bits[kValues];
+    Sums(int first, int ranks, int iteration, std::uint32_t zero) {
+        for (int k = 0; k < kValues; ++k) {
+            int sum = 0;
+            for (int r = first; r < first + ranks; ++r) sum += (k + r * 5 + iteration * 7) % kValues - kValues / 2;
+            bits[k] = sum ? std::bit_cast<std::uint32_t>(static_cast<float>(sum)) : zero;
+        }
+    }
+};
 
 void fill(Address x, Count n, int dtype, int first, int ranks, int iteration) {
-    auto* floats = reinterpret_cast<float*>(x);
+    const Sums sums(first, ranks, iteration, kEmpty);  // what a Lamport kernel must not take for an empty word
+    auto* words = reinterpret_cast<std::uint32_t*>(x);
     auto* halves = reinterpret_cast<std::uint16_t*>(x);
     if (dtype == kFloat32)
-        for (Count i = 0; i < n / 4; ++i) floats[i] = sum_of_values(i, first, ranks, iteration);
+        for (Count i = 0; i < n / 4; ++i) words[i] = sums.bits[kind(i)];
     else
-        for (Count i = 0; i < n / 2; ++i) halves[i] = bf16(sum_of_values(i, first, ranks, iteration));
+        for (Count i = 0; i < n / 2; ++i) halves[i] = static_cast<std::uint16_t>(sums.bits[kind(i)] >> 16);
 }
 
 Count wrong(Address y, Count n, int dtype, int ranks, int iteration) {
-    const auto* floats = reinterpret_cast<const float*>(y);
+    const Sums sums(0, ranks, iteration, 0);
+    const auto differs = [&](std::uint32_t bits, Count i) { return (bits == kEmpty ? 0 : bits) != sums.bits[kind(i)]; };
+    const auto* words = reinterpret_cast<const std::uint32_t*>(y);
     const auto* halves = reinterpret_cast<const std::uint16_t*>(y);
     std::int32_t count = 0;
     if (dtype == kFloat32)
-        for (Count i = 0; i < n / 4; ++i) count += floats[i] != sum_of_values(i, 0, ranks, iteration);
+        for (Count i = 0; i < n / 4; ++i) count += differs(words[i], i);
     else
-        for (Count i = 0; i < n / 2; ++i) count += fp32(halves[i]) != sum_of_values(i, 0, ranks, iteration);
+        for (Count i = 0; i < n / 2; ++i) count += differs(std::uint32_t{halves[i]} << 16, i);
     return count;
 }
 
@@ -180,9 +186,9 @@ void lamport(const Problem& p, Count call) {
     for (Count i = 0; i < p.lines; ++i) before[i] = Words{} + kEmpty;
 }
 
-// Copy in chunk after chunk, each with a flag, and add the peer's chunk of the step before, whose lines have had time to
-// come. Four slots need no flag for "read": before chunk c, I waited for the peer's chunk c - 2, which it wrote after it
-// had read my chunk c - 4. One chunk, added in the same step, is the one-shot all-reduce with a flag; it needs two slots.
+// Copy in chunk after chunk, each with a flag, and add the peer's chunk of the step before, whose lines have had time
+// to come. Four slots need no flag for "read": before chunk c, I waited for the peer's chunk c - 2, which it wrote after
+// it had read my chunk c - 4. One chunk, added in the same step, is the one-shot all-reduce with a flag: two slots.
 template <DType dtype, bool past_cache>
 void chunked(const Problem& p, Count call) {
     const Count chunks = (p.lines + p.chunk - 1) / p.chunk, lag = chunks > 1, slots = lag ? 4 : 2;
@@ -262,11 +268,13 @@ Count run(const std::string& variant, Address shared, int rank, Address x, Addre
     return bad;
 }
 
+inline float fp32(std::uint16_t bf16) { return std::bit_cast<float>(std::uint32_t{bf16} << 16); }
+
 // MPI_User_function: bf16 has no MPI type and travels as uint16.
 void mpi_bf16_sum(void* in, void* inout, int* count, void*) {
-    auto* a = static_cast<std::uint16_t*>(in);
-    auto* b = static_cast<std::uint16_t*>(inout);
-    for (int i = 0; i < *count; ++i) {
+    const auto* __restrict a = static_cast<const std::uint16_t*>(in);
+    auto* __restrict b = static_cast<std::uint16_t*>(inout);
+    for (int i = 0, n = *count; i < n; ++i) {
         const std::uint32_t bits = std::bit_cast<std::uint32_t>(fp32(a[i]) + fp32(b[i]));
         b[i] = static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
     }
@@ -276,7 +284,7 @@ void mpi_bf16_sum(void* in, void* inout, int* count, void*) {
 
 NB_MODULE(_probe, m) {
 #if defined(__AVX512F__)
-    if (!__builtin_cpu_supports("avx512f")) throw nb::import_error("spmd._probe was built for a machine with AVX-512");
+    if (!__builtin_cpu_supports("x86-64-v4")) throw nb::import_error("spmd._probe was built for AVX-512");
 #endif
     m.doc() = "The limit of a two-rank all-reduce on this machine, and what its measurement needs.";
     m.attr("mpi_bf16_sum") = reinterpret_cast<Address>(&mpi_bf16_sum);

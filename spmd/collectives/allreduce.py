@@ -70,7 +70,6 @@ class AllReduceParams:
 _NORM_AND_RESIDUAL = (
     AllReduceFusionOp.RESIDUAL_RMS_NORM,
     AllReduceFusionOp.LAST_PROCESS_FOR_UB,
-    AllReduceFusionOp.RESIDUAL_RMS_PREPOST_NORM,
     AllReduceFusionOp.MOE_FINALIZE_ALLREDUCE_RESIDUAL_RMS_NORM,
 )
 
@@ -80,40 +79,47 @@ class _Plan:
     """What stays the same from one fused call of a layer to the next; kept in its parameters."""
 
     owner: AllReduce
-    dtype: torch.dtype
-    shape: torch.Size
-    kept: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-    numbers: tuple[object, ...]
+    weight: torch.Tensor | None
+    strategy: AllReduceStrategy
+    eps: float
+    offset: float
+    elements: int
     how: int
     finish: Finish
 
-    def fits(self, owner: AllReduce, x: torch.Tensor, p: AllReduceParams) -> bool:
-        residual, (weight, bias, pre) = p.residual, self.kept
+    def fits(self, owner: AllReduce, p: AllReduceParams) -> bool:
         return (
             owner is self.owner
-            and x.dtype is self.dtype
-            and x.shape == self.shape
-            and p.norm_weight is weight
-            and p.bias is bias
-            and p.norm_pre_residual_weight is pre
+            and p.norm_weight is self.weight
+            and p.fusion_op is self.finish.op
+            and p.bias is None
             and p.enable_allreduce
-            and (p.fusion_op, p.strategy, p.eps, p.norm_weight_offset) == self.numbers
-            and residual is not None
-            and residual.dtype is self.dtype
-            and residual.shape == self.shape
-            and residual.is_contiguous()
-            and x.is_contiguous()
+            and p.strategy is self.strategy
+            and p.eps == self.eps
+            and p.norm_weight_offset == self.offset
         )
 
-    def run(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        norm, total, finish = torch.empty_like(x), torch.empty_like(x), self.finish
-        addresses = (residual.data_ptr(), norm.data_ptr(), total.data_ptr(), 0, 0)
-        workspace = self.owner._workspace
-        if workspace is None:
-            _cpu.finish(x.data_ptr(), finish.rows, finish.fixed, *addresses)
-        elif status := workspace.plane.all_reduce_rows(x.data_ptr(), finish.rows, self.how, finish.fixed, *addresses):
-            workspace.fail(status)
-        return norm, total
+    def run(
+        self,
+        shortcuts: _cpu.Shortcuts | None,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        total: torch.Tensor,
+    ) -> int:
+        """A plane's status; -1 where the tensors are not as they were."""
+        finish = self.finish
+        if shortcuts is not None:
+            return shortcuts.rows(finish.fixed, self.how, self.elements, x, self.weight, residual, norm, total)
+        if residual is None or any(
+            t.dtype != x.dtype or t.shape != x.shape or not t.is_contiguous() for t in (x, residual, norm, total)
+        ):
+            return -1
+        rows = x.numel() // finish.n
+        if x.dtype != finish.x_dtype or x.shape[-1] != finish.n or self.weight is None or not x.is_cpu:
+            return -1
+        _cpu.finish(x.data_ptr(), rows, finish.fixed, residual.data_ptr(), norm.data_ptr(), total.data_ptr(), 0, 0)
+        return 0
 
 
 class Finish:
@@ -154,9 +160,17 @@ class Finish:
             if got.dtype != wanted.dtype or got.shape != wanted.shape or not got.is_contiguous():
                 refuse("all_reduce", group, f"out for {name} is {describe(got)}, but the result {describe(wanted)}")
         self.result = tuple(made[name] for name in names)
-        self.rows, self.op, self.dtype, self.n = rows, op, DTYPES[x.dtype], n
+        self.rows, self.op, self.x_dtype, self.n = rows, op, x.dtype, n
         self.fixed = _cpu.Epilogue(
-            op, self.dtype, n, at["bias"], at["weight"], at["pre"], at["scale"], params.eps, params.norm_weight_offset
+            op,
+            DTYPES[x.dtype],
+            n,
+            at["bias"],
+            at["weight"],
+            at["pre"],
+            at["scale"],
+            params.eps,
+            params.norm_weight_offset,
         )
         outs = [made[name].data_ptr() if name in made else 0 for name in ("norm", "residual", "quant", "scale")]
         self.addresses = (at["residual"], *outs)
@@ -213,7 +227,7 @@ class AllReduce:
         self._workspace: Workspace | None = None
         self._two_level: TwoLevel | None = None
         self._limits: Limits | None = None
-        self._plain: dict[tuple[torch.dtype, torch.Size], tuple[int, int]] = {}  # -> (how, elements) of native sums
+        self._shortcuts: _cpu.Shortcuts | None = None
 
     @property
     def group(self) -> Group:
@@ -286,13 +300,9 @@ class AllReduce:
             return lambda: self.finished(x, finish, way, lent is not None)
 
         seconds = tune.tune(group, limits, shapes, run)
-        self._plain.clear()
+        if self._shortcuts is not None:
+            self._shortcuts.forget()
         return seconds
-
-    def forget(self) -> None:
-        """Decide anew at the next call, after tuning for example."""
-        self._plain.clear()
-        self._limits = None
 
     def forward(
         self,
@@ -302,21 +312,23 @@ class AllReduce:
         out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """See the class."""
+        shortcuts = self._shortcuts
         if all_reduce_params is not None:
-            fused = all_reduce_params._plan
-            if fused is not None and out is None and fused.fits(self, x, all_reduce_params):
-                return fused.run(x, all_reduce_params.residual)  # type: ignore[arg-type]
-        else:
-            plan = self._plain.get((x.dtype, x.shape))
-            if plan is not None and x.is_contiguous():
-                if out is None:
-                    out = torch.empty_like(x)
-                elif out is not x and not _alike(out, x):
-                    return self._slowly(x, None, out)
-                status = self._workspace.plane.all_reduce(x.data_ptr(), out.data_ptr(), plan[1], plan[0])  # type: ignore[union-attr]
-                if status:
+            plan = all_reduce_params._plan
+            if plan is not None and plan.fits(self, all_reduce_params):
+                outputs = (torch.empty_like(x), torch.empty_like(x)) if out is None else out
+                status = plan.run(shortcuts, x, all_reduce_params.residual, *outputs)
+                if status == 0:
+                    return outputs  # type: ignore[return-value]
+                if status > 0:
                     self._workspace.fail(status)  # type: ignore[union-attr]
-                return out  # type: ignore[return-value]
+        elif shortcuts is not None:
+            target: torch.Tensor = torch.empty_like(x) if out is None else out  # type: ignore[assignment]
+            status = shortcuts.sum(x, target)
+            if status == 0:
+                return target
+            if status > 0:
+                self._workspace.fail(status)  # type: ignore[union-attr]
         return self._slowly(x, all_reduce_params, out)
 
     __call__ = forward
@@ -326,16 +338,16 @@ class AllReduce:
     ) -> Decision:
         """The way such a call takes, and the chain of reasons; collective the first time."""
         limits = self._open()
-        strategy, op = self.strategy, AllReduceFusionOp.NONE
+        strategy, op, bias = self.strategy, AllReduceFusionOp.NONE, False
         if params is not None:
-            op = params.fusion_op
+            op, bias = params.fusion_op, params.bias is not None
             if params.strategy != AllReduceStrategy.AUTO:
                 strategy = params.strategy
         n = shape[-1] if len(shape) else 1
         rows = 1
         for size in shape[:-1]:
             rows *= size
-        call = Call(self.group.size, rows, n * dtype.itemsize, NAMES.get(dtype, str(dtype)), op, symmetric)
+        call = Call(self.group.size, rows, n * dtype.itemsize, NAMES.get(dtype, str(dtype)), op, symmetric, bias)
         return decide(strategy, call, limits)
 
     def explain(
@@ -377,14 +389,15 @@ class AllReduce:
             )
         if op == AllReduceFusionOp.NONE and params.bias is None:
             made = self._sum(source, out, decision, symmetric)  # type: ignore[arg-type]
-            if x is source and params.strategy == AllReduceStrategy.AUTO and not group.checked:
+            rowless = self.strategy != AllReduceStrategy.TWOSHOT  # whose way depends on how many rows there are
+            if x is source and params.strategy == AllReduceStrategy.AUTO and rowless and not group.checked:
                 self._remember(x)
             return made
         one = op in (AllReduceFusionOp.NONE, AllReduceFusionOp.RMS_NORM)
         finish = Finish(params, x, group, (out,) if one and out is not None else out)  # type: ignore[arg-type]
         self.finished(source, finish, decision.way, symmetric)
-        if op in _NORM_AND_RESIDUAL and not group.checked:
-            params._plan = self._planned(x, params, finish)
+        if op in _NORM_AND_RESIDUAL and params.bias is None and not group.checked:
+            self._plan(x, params, finish)
         return finish.result[0] if one else finish.result
 
     def _is_symmetric(self, x: torch.Tensor) -> bool:
@@ -420,22 +433,25 @@ class AllReduce:
         return target if out is None or target is out else out.copy_(target)
 
     def _remember(self, x: torch.Tensor) -> None:
-        """How plain sums of this shape are made, in ordinary and in symmetric memory, for the next call."""
+        """How plain sums of this size are made, in ordinary and in symmetric memory, for the next call."""
         ways = [self.decide(x.shape, x.dtype, None, symmetric).way for symmetric in (False, True)]
-        if x.numel() and x.dtype in DTYPES and all(way in NATIVE for way in ways):
+        if self._workspace is not None and x.numel() and x.dtype in DTYPES and all(way in NATIVE for way in ways):
             how = _how(ways[0], False, x.dtype) & ~0xF0 | _how(ways[1], True, x.dtype) & 0xF0
-            self._plain[x.dtype, x.shape] = (how, x.numel())
+            self._shortcuts = self._shortcuts or _cpu.Shortcuts(self._workspace.plane, torch.Tensor)
+            self._shortcuts.remember(DTYPES[x.dtype], x.numel(), how)
 
-    def _planned(self, x: torch.Tensor, params: AllReduceParams, finish: Finish) -> _Plan | None:
-        """What the next call with these parameters and a tensor like x can take over; None: nothing."""
-        ways = [self.decide(x.shape, x.dtype, params, symmetric).way for symmetric in (False, True)]
-        plane = None if self._workspace is None else self._workspace.plane
-        if not all(way in NATIVE for way in ways) and ways != [Way.NOTHING] * 2:
-            return None
-        how = 0 if plane is None else _how(ways[0], False, x.dtype) & ~0xF0 | _how(ways[1], True, x.dtype) & 0xF0
-        kept = (params.norm_weight, params.bias, params.norm_pre_residual_weight)
-        numbers = (params.fusion_op, params.strategy, params.eps, params.norm_weight_offset)
-        return _Plan(self, x.dtype, x.shape, kept, numbers, how, finish)
+    def _plan(self, x: torch.Tensor, p: AllReduceParams, finish: Finish) -> None:
+        """What the next call with these parameters and a tensor like x can take over."""
+        if p.norm_weight is None:
+            return
+        fixed = (self, p.norm_weight, p.strategy, p.eps, p.norm_weight_offset, x.numel())
+        ways = [self.decide(x.shape, x.dtype, p, symmetric).way for symmetric in (False, True)]
+        if ways == [Way.NOTHING] * 2:
+            p._plan = _Plan(*fixed, 0, finish)
+        elif self._workspace is not None and all(way in NATIVE for way in ways):
+            how = _how(ways[0], False, x.dtype) & ~0xF0 | _how(ways[1], True, x.dtype) & 0xF0
+            p._plan = _Plan(*fixed, how, finish)
+            self._shortcuts = self._shortcuts or _cpu.Shortcuts(self._workspace.plane, torch.Tensor)
 
     def _elsewhere(self, x: torch.Tensor, way: Way) -> torch.Tensor:
         if isinstance(self.group, TorchGroup):
@@ -500,8 +516,3 @@ def _how(way: Way, symmetric: bool, dtype: torch.dtype) -> int:
     """The kernel's number: ordinary way, way in symmetric memory, dtype."""
     number = NATIVE.index(way)
     return number | (number if symmetric else _COPIED) << 4 | DTYPES[dtype] << 8
-
-
-def _alike(out: object, x: torch.Tensor) -> bool:
-    """Whether the kernel may write to `out`."""
-    return isinstance(out, torch.Tensor) and out.dtype is x.dtype and out.shape == x.shape and out.is_contiguous()

@@ -134,7 +134,8 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: 
     while lanes.shape[-1] > 1:
         low, high = lanes.chunk(2, dim=-1)
         lanes = low + high
-    v = v * (1.0 / torch.sqrt(lanes / v.shape[-1] + eps))
+    mean = lanes / v.shape[-1] + eps
+    v = v * (1.0 / mean.double().sqrt().float())  # torch's fp32 root is not always the nearest number
     return (v if weight is None else v * (offset + weight.float())).to(x.dtype)
 
 

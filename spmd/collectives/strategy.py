@@ -52,7 +52,7 @@ _EXPLICIT = {
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call, the same on all ranks. nbytes: of the message; row_bytes: of one of its rows."""
+    """What is known of a call, the same on all ranks. row_bytes: of one row; bias: one is added."""
 
     ranks: int
     rows: int
@@ -60,6 +60,12 @@ class Call:
     dtype: str
     fusion: AllReduceFusionOp = AllReduceFusionOp.NONE
     symmetric: bool = False
+    bias: bool = False
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a row must be in one place: something is done to it besides the sum."""
+        return self.bias or self.fusion != AllReduceFusionOp.NONE
 
     @property
     def nbytes(self) -> int:
@@ -164,7 +170,7 @@ def decide(strategy: AllReduceStrategy, call: Call, limits: Limits) -> Decision:
             return done(Way.TWO_LEVEL, limits.away)
         down(f"{limits.away}: the library")
         return done(Way.LIBRARY, limits.away)
-    if call.row_bytes > limits.slot_bytes:
+    if call.whole_rows and call.row_bytes > limits.slot_bytes:
         reason = f"a row of {call.row_bytes} bytes does not fit the workspace's {limits.slot_bytes}"
         down(f"{reason}: {limits.overflow}")
         return Decision(Way.LIBRARY, tuple(chain), tuple(downgrades), call.row_bytes)
