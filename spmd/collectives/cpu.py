@@ -86,6 +86,9 @@ def run(
         n *= x.element_size()
     if most == 0 or n == 0:
         return out
+    if n * (1 if code == _BYTES else x.element_size()) > workspace.plane.slot_bytes:  # long rows pass in parts
+        pieces = tuple(Piece(piece.start * n, piece.rows * n, piece.sources) for piece in pieces)
+        x, most, n = x.view(-1) if summed else x.view(-1).view(torch.uint8), most * n, 1
     rows = row_map(pieces, len(x), most)
     folded = 0 if fold is None else fold.data_ptr()
     number = OPS.index(op)

@@ -30,8 +30,9 @@ def exchange_pieces(
     over: Sequence[str] = (),
     gather: Sequence[str] = (),
     cut: Sequence[str] = (),
-) -> tuple[tuple[Piece, ...], int]:
-    """What `rank` reads of whom, in the order of its rows afterwards; and the rows of the rank that publishes most.
+) -> tuple[tuple[Piece, ...], int, int]:
+    """What `rank` reads of whom, in the order of its rows afterwards; how many rows it publishes itself; and how many
+    the rank that publishes most.
 
     Arguments as in `exchange`; pure.
     """
@@ -49,7 +50,8 @@ def exchange_pieces(
         if holds(rank, block, after):
             sources = [who for who in shape.group(rank, *before, *over) if holds(who, block, before)]
             pieces.append(Piece(published(sources[0], block), rows[block], tuple(sources)))
-    return tuple(pieces), max(published(who, blocks.size) for who in range(shape.size))
+    most = max(published(who, blocks.size) for who in range(shape.size))
+    return tuple(pieces), published(rank, blocks.size), most
 
 
 _pieces = lru_cache(maxsize=1024)(
@@ -93,23 +95,24 @@ def exchange(
     what = (tuple(shape.sizes.items()), tuple(rows), tuple(held), tuple(over), tuple(gather), tuple(cut))
     if group.checked:
         group.agree(f"exchange {describe(x, 0)} {what}")
-    pieces, most = _pieces(what[0], group.rank, *what[1:])
-    mine = sum(piece.rows for piece in _pieces(what[0], group.rank, what[1], what[2], (), (), ())[0])
+    pieces, mine, most = _pieces(what[0], group.rank, *what[1:])
     if len(x) != mine:
         refuse("exchange", group, f"rank {group.ranks[group.rank]} holds {len(x)} rows, but by rows {mine}")
     adds = fold is not None and all(shape.coordinate(group.rank, axis) == 0 for axis in over)
     x, folded = x.contiguous(), fold.contiguous() if adds and fold is not None else None
+    if workspace is not None and x.shape[1] * x.element_size() > workspace.plane.slot_bytes:
+        refuse("exchange", group, f"a row of {describe(x)} is longer than a slot of {workspace.plane.slot_bytes} bytes")
     if workspace is None and group.size > 1:
         refuse("exchange", group, "its ranks are on several hosts: exchange inside the node group")
     signature = signature_of(what, fold is None)
-    if params is None or params.fusion_op == fusion.AllReduceFusionOp.NONE:
+    if params is None or (params.fusion_op == fusion.AllReduceFusionOp.NONE and params.bias is None):
         if workspace is None:
             return x.clone() if folded is None else x + folded
         return run("exchange", workspace, x, pieces, most, signature, folded, summed=True)
     out_rows = sum(piece.rows for piece in pieces)
     finish = Finish(params, x, group, shape=torch.Size((out_rows, x.shape[1])))
     if workspace is None:
-        finish.local((x if folded is None else x + folded).float())
+        finish.local(x if folded is None else x + folded)
     elif most:
         status = workspace.plane.exchange_rows(
             OPS.index("exchange"),
@@ -122,4 +125,4 @@ def exchange(
         )
         if status:
             workspace.fail(status)
-    return finish.result
+    return finish.result if len(finish.result) > 1 else finish.result[0]
