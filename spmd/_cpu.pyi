@@ -67,6 +67,7 @@ class Plane:
     timeout_s: float
     chunk_bytes: int
     stream_bytes: int
+    stream_chunk_bytes: int
     timeline: bool
     mailbox_bytes: int
     slot_bytes: int

@@ -34,17 +34,20 @@ inline V read(const void* p) {
     return v;
 }
 
-inline Floats load16(const float* p) { return read<Floats>(p); }
-inline Floats load16(const BFloat16* p) { return (Floats)(__builtin_convertvector(read<Halves>(p), Words) << 16); }
-inline Floats load16(const Float16* p) {
+inline Floats widen16(Halves v, const BFloat16*) { return (Floats)(__builtin_convertvector(v, Words) << 16); }
+inline Floats widen16(Halves v, const Float16*) {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_maskz_cvtph_ps(0xffff, read<__m256i>(p));
+    return (Floats)_mm512_maskz_cvtph_ps(0xffff, (__m256i)v);
 #else
-    float v[kLanes16];
-    for (int k = 0; k < kLanes16; ++k) v[k] = load(p[k]);
-    return read<Floats>(v);
+    float wide[kLanes16];
+    for (int k = 0; k < kLanes16; ++k) wide[k] = load(Float16{v[k]});
+    return read<Floats>(wide);
 #endif
 }
+
+inline Floats load16(const float* p) { return read<Floats>(p); }
+template <class T>
+inline Floats load16(const T* p) { return widen16(read<Halves>(p), p); }
 
 inline Floats pack16(Floats v, const float*) { return v; }
 inline Halves pack16(Floats v, const BFloat16*) {
@@ -170,6 +173,31 @@ void sum(void* out, const void* const* in, int count, std::int64_t n, int dtype,
     with_type(dtype, [&]<class T>(T*) { sum_all<T, T>(static_cast<T*>(out), in, count, n, stream); });
 }
 
+template <int N, class T>
+void sum_everywhere_n(T* const* everywhere, int count, std::int64_t n) {
+    constexpr int kStep = 2;
+    std::int64_t i = 0;
+    for (; i + kStep * kLanes16 <= n; i += kStep * kLanes16) {
+        const auto a = pack16(sum16<N>(everywhere, count, i), static_cast<const T*>(nullptr)),
+                   b = pack16(sum16<N>(everywhere, count, i + kLanes16), static_cast<const T*>(nullptr));
+        for (int k = 0; k < (N ? N : count); ++k) {
+            std::memcpy(everywhere[k] + i, &a, sizeof a);
+            std::memcpy(everywhere[k] + i + kLanes16, &b, sizeof b);
+        }
+    }
+    for (; i < n; ++i) {
+        const T v = store<T>(sum1(everywhere, count, i));
+        for (int k = 0; k < count; ++k) everywhere[k][i] = v;
+    }
+}
+
+void sum_everywhere(void* const* everywhere, int count, std::int64_t n, int dtype) {
+    with_type(dtype, [&]<class T>(T*) {
+        auto* memory = reinterpret_cast<T* const*>(everywhere);
+        count == 2 ? sum_everywhere_n<2>(memory, count, n) : sum_everywhere_n<0>(memory, count, n);
+    });
+}
+
 void finish(const Epilogue& e, std::int64_t row, const void* const* in, int count, std::int64_t rows, float* scratch) {
     with_type(e.dtype, [&]<class T>(T*) {
         const T* from[kMaxRanks];
@@ -213,14 +241,24 @@ inline void put(void* p, Words w) {
 }
 #endif
 
-inline bool any(Words w) {  // whether some lane is set; lanes are 0 or ~0
+inline bool missing(Words w) {  // whether some word is not written yet
 #if defined(__AVX512F__)
-    return _mm512_test_epi32_mask((__m512i)w, (__m512i)w);
+    return _mm512_cmpeq_epi32_mask((__m512i)w, _mm512_set1_epi32(static_cast<int>(kSentinel)));
 #else
-    std::uint32_t all = 0;
-    for (int k = 0; k < 16; ++k) all |= w[k];
-    return all;
+    const Words same = (Words)(w == kSentinel);
+    std::uint32_t any = 0;
+    for (int k = 0; k < 16; ++k) any |= same[k];
+    return any;
 #endif
+}
+
+// The lanes of a line, added to its sums.
+inline void add_line(Floats* acc, Words w, const float*) { acc[0] += (Floats)w; }
+template <class T>
+inline void add_line(Floats* acc, Words w, const T* type) {
+    Halves part[2];
+    std::memcpy(part, &w, sizeof w);
+    acc[0] += widen16(part[0], type), acc[1] += widen16(part[1], type);
 }
 
 void post(void* mailbox, const void* in, std::int64_t bytes) {
@@ -243,35 +281,52 @@ void clear(void* mailbox, std::int64_t bytes) {
     for (std::int64_t i = 0; i < bytes; i += kLine) put(static_cast<char*>(mailbox) + i, empty);
 }
 
-// One line of every rank, summed: kLine / sizeof(T) lanes in fp32.
-template <class T>
-inline bool collect_line(const Mailboxes& from, std::int64_t at, Floats* acc) {
+constexpr std::int64_t kPolls = 64;  // at once one after the other: the line is usually on its way
+
+// A peer's line at `at`, once all its words are there.
+inline bool take_line(const Mailboxes& from, int peer, std::int64_t at, Words& w) {
+    const char* p = static_cast<const char*>(from.buffers[peer]) + at;
+    w = take(p);
+    for (std::int64_t turn = 0; __builtin_expect(missing(w), 0); w = take(p), ++turn)
+        if (turn > kPolls && !from.late(from.context, peer, turn - kPolls)) return false;
+    return true;
+}
+
+// One line of every rank, summed in rank order: kLine / sizeof(T) lanes in fp32. mine: this rank's.
+template <class T, bool kTwo>
+inline bool collect_line(const Mailboxes& from, Words mine, std::int64_t at, Floats* acc) {
     constexpr int kVectors = kLine / sizeof(T) / kLanes16;
     for (int k = 0; k < kVectors; ++k) acc[k] = Floats{};
+    Words w;
+    if constexpr (kTwo) {  // two summands have no order
+        if (!take_line(from, 1 - from.rank, at, w)) return false;
+        add_line(acc, mine, static_cast<const T*>(nullptr));
+        add_line(acc, w, static_cast<const T*>(nullptr));
+        return true;
+    }
     for (int peer = 0; peer < from.size; ++peer) {
-        const char* p = static_cast<const char*>(from.buffers[peer]) + at;
-        Words w = take(p);
-        if (peer != from.rank)
-            for (std::int64_t turn = 0; __builtin_expect(any((Words)(w == kSentinel)), 0); w = take(p), ++turn)
-                if (!from.late(from.context, peer, turn)) return false;
-        T lane[kLine / sizeof(T)];
-        std::memcpy(lane, &w, sizeof w);
-        for (int k = 0; k < kVectors; ++k) acc[k] += load16(lane + k * kLanes16);
+        w = mine;
+        if (peer != from.rank && !take_line(from, peer, at, w)) return false;
+        add_line(acc, w, static_cast<const T*>(nullptr));
     }
     return true;
 }
 
-template <class T, class Out>
+template <class T, bool kTwo, class Out>
 bool collect_all(const Mailboxes& from, Out* out, std::int64_t n) {
     constexpr int kElements = kLine / sizeof(T), kVectors = kElements / kLanes16;
+    const Mailboxes here = from;  // what the loop needs of it stays in registers
+    auto* own = static_cast<const T*>(here.buffers[here.rank]);
     Floats acc[kVectors];
     std::int64_t i = 0;
     for (; i + kElements <= n; i += kElements) {
-        if (!collect_line<T>(from, i * sizeof(T), acc)) return false;
+        if (!collect_line<T, kTwo>(here, read<Words>(own + i), i * sizeof(T), acc)) return false;
         for (int k = 0; k < kVectors; ++k) store16(out + i + k * kLanes16, acc[k]);
     }
     if (i < n) {
-        if (!collect_line<T>(from, i * sizeof(T), acc)) return false;
+        Words last_own = {};
+        std::memcpy(&last_own, own + i, (n - i) * sizeof(T));
+        if (!collect_line<T, kTwo>(here, last_own, i * sizeof(T), acc)) return false;
         Out last[kElements];
         for (int k = 0; k < kVectors; ++k) store16(last + k * kLanes16, acc[k]);
         std::memcpy(out + i, last, (n - i) * sizeof(Out));
@@ -282,10 +337,13 @@ bool collect_all(const Mailboxes& from, Out* out, std::int64_t n) {
 bool collect(const Mailboxes& from, void* out, std::int64_t n, int dtype, const Epilogue* e, float* scratch) {
     bool done = false;
     with_type(dtype, [&]<class T>(T*) {
+        auto sum_to = [&](auto* to) {
+            return from.size == 2 ? collect_all<T, true>(from, to, n) : collect_all<T, false>(from, to, n);
+        };
         if (e) {
-            if ((done = collect_all<T>(from, scratch, n))) round_all<T>(out, scratch, n, e, 0);
+            if ((done = sum_to(scratch))) round_all<T>(out, scratch, n, e, 0);
         } else {
-            done = collect_all<T>(from, static_cast<T*>(out), n);
+            done = sum_to(static_cast<T*>(out));
         }
     });
     return done;
@@ -337,7 +395,7 @@ void sum_packed(float* out, const void* const* in, int count, std::int64_t n) {
 }  // namespace
 
 extern const DataKernels data_table;
-const DataKernels data_table = {&copy, &add_two, &sum, &finish, &post, &collect, &clear, &pack, &sum_packed, &round};
+const DataKernels data_table = {&copy, &add_two, &sum, &sum_everywhere, &finish, &post, &collect, &clear, &pack, &sum_packed, &round};
 
 }  // namespace SPMD_ISA
 }  // namespace spmd

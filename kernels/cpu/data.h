@@ -18,7 +18,7 @@ constexpr std::int64_t kScaled = 128;          // elements that share a scale on
 // Called while a peer's Lamport word is not there; false: give up. turn counts the polls so far.
 using Late = bool (*)(void* context, int peer, std::int64_t turn);
 
-// Peers' Lamport buffers: `size` of them, buffers[rank] is read without polling.
+// Peers' Lamport buffers, `size` of them; buffers[rank] is what this rank has posted, as it was handed in.
 struct Mailboxes {
     const void* const* buffers;
     int size, rank;
@@ -35,6 +35,8 @@ struct DataKernels {
     void (*add)(void* out, const void* a, const void* b, std::int64_t n, int dtype);
     // out = T(0 + in[0] + in[1] ...) in fp32; out may be one of the inputs
     void (*sum)(void* out, const void* const* in, int count, std::int64_t n, int dtype, bool stream);
+    // everywhere[k] = T(0 + everywhere[0] + everywhere[1] ...), for all k
+    void (*sum_everywhere)(void* const* everywhere, int count, std::int64_t n, int dtype);
     // rows [row, row + rows) of an epilogue's outputs from the fp32 sums of in[0], in[1], ...; scratch: e.n floats
     void (*finish)(const Epilogue& e, std::int64_t row, const void* const* in, int count, std::int64_t rows,
                    float* scratch);

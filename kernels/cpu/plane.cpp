@@ -15,6 +15,7 @@ namespace {
 constexpr std::int64_t kHeader = 4096;
 constexpr std::int64_t kSlots = 4, kMailboxes = 3;
 constexpr std::int64_t kSpin = 3000, kSpinCrowded = 30;  // polls before a wait gives its core away
+constexpr std::int64_t kPolls = 64;                     // and before it pauses between polls: pauses are long
 constexpr std::int64_t kYieldNs = 20'000'000;           // and before it sleeps between polls
 constexpr long kNapNs = 50'000;
 
@@ -176,14 +177,16 @@ __attribute__((noinline)) bool Plane::patient(int peer, Patience& patience) {
 template <class Ready>
 inline int Plane::wait(int peer, Ready ready) {
     Patience patience;
-    for (std::int64_t spin = crowded_ ? kSpinCrowded : kSpin;; --spin) {
+    const std::int64_t spins = crowded_ ? kSpinCrowded : kSpin, first = spins - kPolls;
+    for (std::int64_t spin = spins;; --spin) {
         const int state = ready();
         if (__builtin_expect(state > 0, 1)) return kDone;
         if (state < 0) return fail(kDiffers, peer);
-        if (spin > 0)
+        if (spin <= 0) {
+            if (!patient(peer, patience)) return broken_;
+        } else if (spin < first) {
             cpu_pause();
-        else if (!patient(peer, patience))
-            return broken_;
+        }
     }
 }
 
@@ -300,8 +303,10 @@ int Plane::pass_rows(const RowMap& map, const Rows& rows, Shared* shared) {
     const char* in = static_cast<const char*>(rows.in);
     const std::int64_t offset = shared ? reinterpret_cast<std::uintptr_t>(in) - shared->addresses[rank_] : 0;
     std::int64_t chunk = map.max_rows;  // rows of a pass
-    if (!shared && total > std::min(2 * chunk_bytes, slot_bytes_))
-        chunk = std::max<std::int64_t>(std::min(chunk_bytes, slot_bytes_) / row_bytes, 1);
+    if (!shared && total > std::min(chunk_bytes, slot_bytes_)) {
+        const std::int64_t bytes = std::min(total < stream_bytes ? chunk_bytes : stream_chunk_bytes, slot_bytes_);
+        chunk = std::max<std::int64_t>(bytes / row_bytes, 1);
+    }
     const std::int64_t passes = chunk > 0 ? (map.max_rows + chunk - 1) / chunk : 1;
     const bool stream = total >= stream_bytes && rows.out != rows.in;
     const std::uint32_t first = pass_ + 1;
@@ -420,17 +425,9 @@ int Plane::in_place(const Rows& rows, std::int64_t count, Shared& shared) {
     const std::int64_t begin = part(rank_), end = part(rank_ + 1);
     arrive();
     if (const int status = wait_arrived(pass_)) return status;
-    const void* sources[kMaxRanks];
-    constexpr std::int64_t kBlock = 16 << 10;  // elements: what is copied to the others is still near
-    for (std::int64_t at = begin; at < end; at += kBlock) {
-        const std::int64_t some = std::min(kBlock, end - at);
-        for (int source = 0; source < size_; ++source)
-            sources[source] = reinterpret_cast<const char*>(shared.addresses[source] + offset + at * size);
-        char* sum = const_cast<char*>(static_cast<const char*>(sources[rank_]));
-        data.sum(sum, sources, size_, some, rows.dtype, false);
-        for (int k = 1; k < size_; ++k)
-            data.copy(const_cast<void*>(sources[(rank_ + k) % size_]), sum, some * size, false);
-    }
+    void* everywhere[kMaxRanks];
+    for (int r = 0; r < size_; ++r) everywhere[r] = reinterpret_cast<void*>(shared.addresses[r] + offset + begin * size);
+    data.sum_everywhere(everywhere, size_, end - begin, rows.dtype);
     shared.read_in = call_;
     store_word(mine().done, stamp(pass_, 0));
     return wait_done(pass_);
@@ -445,6 +442,7 @@ int Plane::lamport(const Rows& rows, std::int64_t count) {
     const void* buffers[kMaxRanks];
     for (int source = 0; source < size_; ++source) buffers[source] = mailbox(source, turn);
     data.post(mailbox(rank_, turn), rows.in, bytes);
+    buffers[rank_] = rows.in;
     struct Waiting {
         Plane* plane;
         Patience patience;

@@ -99,7 +99,8 @@ public:
 
     // settings
     double timeout_s = 300;
-    std::int64_t chunk_bytes = 256 << 10;   // of a pass of a message that has several
+    std::int64_t chunk_bytes = 32 << 10;    // of a pass of a message that has several
+    std::int64_t stream_chunk_bytes = 64 << 10;
     std::int64_t stream_bytes = 4 << 20;    // messages from here on do not stay in cache: non-temporal stores
     bool timeline = false;
     bool (*idle)() = nullptr;  // called now and then by a long wait; false: stop waiting

@@ -220,6 +220,7 @@ void bind_plane(nb::module_& m) {
         .def_prop_ro("call", &Plane::call)
         .def_rw("timeout_s", &Plane::timeout_s)
         .def_rw("chunk_bytes", &Plane::chunk_bytes)
+        .def_rw("stream_chunk_bytes", &Plane::stream_chunk_bytes)
         .def_rw("stream_bytes", &Plane::stream_bytes)
         .def_rw("timeline", &Plane::timeline)
         .def_prop_ro("mailbox_bytes", &Plane::mailbox_bytes)

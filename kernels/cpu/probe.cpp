@@ -110,7 +110,7 @@ void barrier(Address shared, int rank, int ranks) {
 
 Count shared_bytes(Count n) { return static_cast<Count>(sizeof(Shared)) + 6 * n; }
 
-// ---- values: integers -16 ... 15 that change with element, rank and iteration; sums of 16 ranks are exact in bf16 ----
+// ---- values: integers -16 ... 15, by element, rank and iteration; sums of 16 ranks are exact in bf16 ----
 
 constexpr int kValues = 32;
 
@@ -187,8 +187,8 @@ void lamport(const Problem& p, Count call) {
 }
 
 // Copy in chunk after chunk, each with a flag, and add the peer's chunk of the step before, whose lines have had time
-// to come. Four slots need no flag for "read": before chunk c, I waited for the peer's chunk c - 2, which it wrote after
-// it had read my chunk c - 4. One chunk, added in the same step, is the one-shot all-reduce with a flag: two slots.
+// to come. Four slots need no flag for "read": before chunk c, I waited for the peer's chunk c - 2, which it wrote
+// after it had read my chunk c - 4. One chunk, added in the same step, is the one-shot with a flag: two slots.
 template <DType dtype, bool past_cache>
 void chunked(const Problem& p, Count call) {
     const Count chunks = (p.lines + p.chunk - 1) / p.chunk, lag = chunks > 1, slots = lag ? 4 : 2;

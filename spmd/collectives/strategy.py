@@ -131,7 +131,7 @@ def heuristic(call: Call, limits: Limits) -> tuple[Way, str]:
     return Way.ONE_SHOT, "every rank reads all others"
 
 
-LAMPORT_BYTES = 4 << 10
+LAMPORT_BYTES = 16 << 10
 TWO_SHOT_BYTES = 32 << 10
 
 
