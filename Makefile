@@ -35,6 +35,8 @@ bench: $(STAMP) $(MODEL)
 	$(PY) bench/mapping.py
 	$(PY) bench/load.py --model $(MODEL)
 	$(PY) bench/decode.py --model $(MODEL)
+	$(PY) bench/allreduce.py --with-impi
+	$(PY) bench/allreduce.py --with-impi --fused
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -48,7 +50,7 @@ tools:
 	@command -v spin >/dev/null || apt-get install -y -q spin || { apt-get update -q && apt-get install -y -q spin; } || \
 	{ echo "the tests need spin, which cannot be installed from here: apt-get install spin" >&2; exit 1; }
 
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard kernels/cpu/*)
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard kernels/common/* kernels/cpu/*.*)
 	test -x $(PY) || $(PYTHON3) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[$(MPI),gguf,test,lint]"

@@ -1,4 +1,4 @@
-// Purpose: what follows an all-reduce, on one row of its sum while that is in cache: bias, residual, RMSNorm, quantisation.
+// Purpose: what follows an all-reduce, on a row of its sum while that is in cache: bias, residual, norm, quantisation.
 // Method:  two passes over vectors of a row; squares go to 32 accumulators, element i to number i % 32, so that every
 //          instruction set and the torch reference add in the same order.
 // Requirement: contiguous rows; every step is rounded to T once, the norm is computed in fp32 from rounded values.
@@ -61,7 +61,7 @@ inline Floats added(const V* v, const T* bias, const T* residual, std::int64_t i
     return x;
 }
 
-// Stores what `added` makes of v to `sum` and to `kept`, where they are wanted; returns 1 / sqrt(mean of squares + eps).
+// Stores what `added` makes of v to `sum` and `kept`, where they are wanted; returns 1 / sqrt(mean of squares + eps).
 template <class T, class V>
 inline float add_and_measure(const V* v, const T* bias, const T* residual, T* sum, float* kept, std::int64_t n,
                              float eps) {

@@ -33,14 +33,14 @@ SPMD_DEVICE inline auto to_e2m1(F v) {
     return v == v ? code : 7u;
 }
 
-// Where the scale of (row, block) lies: tiles of 128 rows x 4 blocks; in one, 32 x 4 x 4 of (row % 32, row / 32, block).
+// Where the scale of (row, block) lies: tiles of 128 rows x 4 blocks, 32 x 4 x 4 of (row % 32, row / 32, block) in one.
 SPMD_DEVICE inline std::int64_t swizzled_offset(std::int64_t row, std::int64_t block, std::int64_t blocks) {
     const std::int64_t tile = row / 128 * ((blocks + 3) / 4) + block / 4;
     return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
 }
 
-// A row v[0 ... n), n a multiple of 16, to codes[0 ... n / 2), the first of two in the low nibble, and to the scales of its
-// blocks, e4m3(scale * max|v| / 6). NaN in a block makes its scale NaN.
+// A row v[0 ... n), n a multiple of 16, to codes[0 ... n / 2), the first of two in the low nibble, and to the scales of
+// its blocks, e4m3(scale * max|v| / 6). NaN in a block makes its scale NaN.
 inline void quantise_nvfp4(const float* v, std::int64_t n, std::int64_t row, float scale, std::uint8_t* codes,
                            std::uint8_t* scales) {
     typedef std::uint16_t Pairs __attribute__((vector_size(kWidth)));

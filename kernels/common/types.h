@@ -1,5 +1,5 @@
-// Element types as raw bits, and their conversions: arithmetic without a branch, the same for one value and for a vector
-// of them, so that every instruction set rounds alike.
+// Element types as raw bits, and their conversions: arithmetic without a branch, the same for one value and for a
+// vector of them, so that every instruction set rounds alike.
 //
 // A file that does arithmetic is compiled once per instruction set, which SPMD_ISA names. Every function lives in the
 // namespace of that name and uses builtins in place of the standard library's inline functions: a linker keeps one copy
@@ -50,9 +50,13 @@ SPMD_DEVICE inline std::uint8_t bytes_of(std::uint32_t v) { return static_cast<s
 inline Words bits_of(Floats v) { return __builtin_bit_cast(Words, v); }
 inline Floats from_bits(Words bits) { return __builtin_bit_cast(Floats, bits); }
 #if defined(__AVX512BW__)  // the generic forms of these two take five instructions
-inline Words words_of(Halves v) { return __builtin_bit_cast(Words, _mm512_maskz_cvtepu16_epi32(0xffff, __builtin_bit_cast(__m256i, v))); }
+inline Words words_of(Halves v) {
+    return __builtin_bit_cast(Words, _mm512_maskz_cvtepu16_epi32(0xffff, __builtin_bit_cast(__m256i, v)));
+}
 #elif defined(__AVX2__)
-inline Words words_of(Halves v) { return __builtin_bit_cast(Words, _mm256_cvtepu16_epi32(__builtin_bit_cast(__m128i, v))); }
+inline Words words_of(Halves v) {
+    return __builtin_bit_cast(Words, _mm256_cvtepu16_epi32(__builtin_bit_cast(__m128i, v)));
+}
 #else
 inline Words words_of(Halves v) { return __builtin_convertvector(v, Words); }
 #endif
@@ -181,8 +185,8 @@ inline void store_exact(T* to, Floats v, int count) {
     __builtin_memcpy(to, &raw, sizeof(T) * count);
 }
 
-// f(i, k, count) for the vectors of a row: element i is the first of `count`, in vector k of its chunk of 32. count is a
-// constant in whole chunks.
+// f(i, k, count) for the vectors of a row: element i is the first of `count`, in vector k of its chunk of 32. count is
+// a constant in whole chunks.
 constexpr int kChunk = 32;
 template <class F>
 inline void each_vector(std::int64_t n, F f) {

@@ -1,7 +1,7 @@
-// Purpose: residual + RMSNorm, SwiGLU, rotary embedding with the KV cache write, attention of one token, and what follows an
-//          all-reduce.
+// Purpose: residual + RMSNorm, SwiGLU, rotary embedding with the KV cache write, attention of one token, and what
+//          follows an all-reduce.
 // Method:  plain loops over fp32 with a fixed number of accumulators, so that every instruction set adds in the same
-//          order and the compiler can vectorise without reordering. Compiled once per instruction set, see common/types.h.
+//          order and the compiler can vectorise without reordering. Compiled once per instruction set: common/types.h.
 // Requirement: contiguous rows; T is fp32, bf16 or fp16; every result is rounded to T once.
 // Use:     nn/rows.py, through the table in rows.h.
 
@@ -20,7 +20,8 @@ void rms_norm_rows(const T* x, const T* residual, const T* weight, T* y, T* sum,
     if (!residual) sum = nullptr;
     for (std::int64_t first = 0; first < rows * n; first += n) {
         const T* row = at(sum ? sum : x, first);
-        const float scale = add_and_measure<T>(x + first, nullptr, at(residual, first), at(sum, first), nullptr, n, eps);
+        const T* added = at(residual, first);
+        const float scale = add_and_measure<T>(x + first, nullptr, added, at(sum, first), nullptr, n, eps);
         each_vector(n, [&](std::int64_t i, int, auto count) {
             store_exact(y + first + i, normalised(row, scale, 0.0f, weight, i, count), count);
         });

@@ -11,8 +11,8 @@ STEPS = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 TYPES = list(STEPS)
 
 
-def close(a, b):
-    torch.testing.assert_close(a, b, rtol=STEPS[a.dtype], atol=STEPS[a.dtype] * 1e-2)
+def close(a, b, atol=None):
+    torch.testing.assert_close(a, b, rtol=STEPS[a.dtype], atol=STEPS[a.dtype] * 1e-2 if atol is None else atol)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -51,8 +51,9 @@ def test_rotate_store(dtype, heads, kv_heads):
     cache, expected = (torch.full((3, 2, kv_heads, d), float("nan"), dtype=dtype) for _ in range(2))
     rows.rotate_store(ours, rotation, cache)
     rows.rotate_store_reference(theirs, rotation, expected)
-    close(cache, expected)
-    close(ours[:, :heads], theirs[:, :heads])
+    # a difference of two products: where they cancel, its error is theirs
+    close(cache, expected, STEPS[dtype])
+    close(ours[:, :heads], theirs[:, :heads], STEPS[dtype])
     assert torch.equal(cache[:, 1], qkv[:, -kv_heads:])
 
 
