@@ -386,7 +386,7 @@ void sum_packed(float* out, const void* const* in, int count, std::int64_t n) {
             auto* from = static_cast<const std::uint8_t*>(in[s]) + block * (kScaled + 4);
             float scale;
             std::memcpy(&scale, from + kScaled, sizeof scale);
-            for (std::int64_t i = 0; i < kScaled; ++i) acc[i] += from_e4m3(from[i]) * scale;
+            for (std::int64_t i = 0; i < kScaled; ++i) acc[i] += from_e4m3(std::uint32_t{from[i]}) * scale;
         }
         std::memcpy(out + at, acc, sizeof(float) * (n - at < kScaled ? n - at : kScaled));
     }

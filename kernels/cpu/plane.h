@@ -10,7 +10,7 @@
 //          passes finished by its rank; a rank that has completed a call knows that every other has begun it. What the
 //          words mean and why nobody reads a stale slot is checked in protocol/.
 // Requirement: all ranks make the same calls in the same order. Those that do not find out while they wait: the hash
-//          differs, or the other rank is elsewhere (its `call` word). Any rank count up to kMaxRanks.
+//          differs (of a mailbox: its first line), or the other rank is elsewhere (its `call` word). Any rank count up to kMaxRanks.
 // Use:     module.cpp binds it as spmd._cpu.Plane; spmd/collectives/cpu.py is the only caller.
 #pragma once
 
@@ -110,7 +110,7 @@ public:
     std::vector<Event> events;
     int odd = -1;  // after a failure: the rank that it is about
     const Words& words(int rank) const { return *reinterpret_cast<const Words*>(regions_[rank]); }
-    std::int64_t mailbox_bytes() const { return mailbox_bytes_; }
+    std::int64_t mailbox_bytes() const { return mailbox_bytes_ - kLine; }
     std::int64_t slot_bytes() const { return slot_bytes_; }
     std::uint32_t call() const { return call_; }
 
@@ -150,7 +150,7 @@ private:
     int rank_, size_;
     std::vector<std::uintptr_t> regions_;
     std::vector<int> processes_;
-    std::int64_t mailbox_bytes_, slot_bytes_;
+    std::int64_t mailbox_bytes_, slot_bytes_;  // of one, a mailbox with the line in front
     bool crowded_;
     std::uint32_t pass_ = 0, call_ = 0, hash_ = 0, post_ = 0;
     std::uint32_t started_ = 0;  // the pass before the first of a message whose rows are still being made

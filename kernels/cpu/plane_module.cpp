@@ -198,9 +198,9 @@ void bind_plane(nb::module_& m) {
                  const std::uint64_t what = __atomic_load_n(&words.what, __ATOMIC_RELAXED);
                  const std::uint64_t call = __atomic_load_n(&words.call, __ATOMIC_ACQUIRE);
                  const std::uint64_t gave_up = __atomic_load_n(&words.gave_up, __ATOMIC_ACQUIRE);
-                 return std::tuple(what >> 56, what >> 48 & 255, what & ((1ull << 48) - 1), call >> 32,
+                 return std::tuple(what >> 56, what >> 48 & 255, what & ((1ull << 48) - 1), call >> 32, call & ~0u,
                                    gave_up ? static_cast<int>(gave_up) - 1 : 0);
-             }, "rank"_a, "(op, dtype, bytes, number) of a rank's latest call, and the status it gave up with")
+             }, "rank"_a, "(op, dtype, bytes, number, hash) of a rank's latest call, and the status it gave up with")
         .def_prop_ro("totals",
                      [](const Plane& plane) {
                          std::vector<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>> rows;

@@ -41,6 +41,7 @@ class Way(StrEnum):
     LOW_PRECISION = "low-precision"
 
 
+SUMMED = ("fp32", "bf16", "fp16")  # what the kernels sum
 NATIVE = (Way.LAMPORT, Way.ONE_SHOT, Way.TWO_SHOT, Way.LOW_PRECISION)  # in the order of the kernel's numbers
 _ZERO_COPY = (AllReduceStrategy.UB, AllReduceStrategy.NCCL_SYMMETRIC, AllReduceStrategy.SYMM_MEM)
 _EXPLICIT = {
@@ -165,6 +166,8 @@ def decide(strategy: AllReduceStrategy, call: Call, limits: Limits) -> Decision:
         strategy = AllReduceStrategy.AUTO
     if strategy == AllReduceStrategy.NCCL:
         return done(Way.LIBRARY, "asked for")
+    if call.dtype not in SUMMED:
+        return done(Way.LIBRARY, f"{call.dtype} is summed by the library")
     if limits.away:
         if limits.two_level:
             return done(Way.TWO_LEVEL, limits.away)

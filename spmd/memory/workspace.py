@@ -20,6 +20,7 @@ from spmd.memory.symmetric import SymmetricMemory, allocate, registry
 MAILBOX_BYTES = 64 << 10  # the longest message whose words are their own flags
 SLOT_BYTES = 1 << 20  # the longest row, and of larger messages what one pass moves at most
 SLOTS_OF_BUDGET = 16  # a slot is at most one part in so many of the budget; there are four, and three mailboxes
+_FORCED = "FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE"
 _BUDGET = 64 << 20  # bytes a rank: slots, mailboxes and lent buffers
 LATE, DIFFERS, ENDED, GAVE_UP = 1, 2, 3, 4  # statuses of a plane; 0 is done
 _DTYPES = ("fp32", "bf16", "fp16", "any type")
@@ -28,9 +29,9 @@ _LENT = -2  # ids of lent buffers count down from here; those of `symmetric_empt
 
 def budget() -> int:
     """Bytes of shared memory a rank may use for one group: FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE, default 64 MiB."""
-    text = os.environ.get("FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE", str(_BUDGET))
+    text = os.environ.get(_FORCED, str(_BUDGET))
     if not text.isdigit() or int(text) == 0:
-        raise InputError(f"FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE must be a number of bytes, but is {text!r}")
+        raise InputError(f"{_FORCED} must be a number of bytes, but is {text!r}")
     return int(text)
 
 
@@ -54,7 +55,9 @@ class Workspace:
     def __init__(self, group: Group) -> None:
         self.group = group
         limit = budget()
-        slot, mailbox = (min(most, limit // SLOTS_OF_BUDGET) for most in (SLOT_BYTES, MAILBOX_BYTES))
+        slot, mailbox = limit // SLOTS_OF_BUDGET, min(MAILBOX_BYTES, limit // SLOTS_OF_BUDGET)
+        if _FORCED not in os.environ:
+            slot = min(slot, SLOT_BYTES)
         self._memory = allocate(group, Plane.region_bytes(mailbox, slot))
         self._processes = _Processes(group)
         self.plane = Plane(
@@ -111,12 +114,14 @@ class Workspace:
     def fail(self, status: int) -> NoReturn:
         """Raise what a plane's status means: who differs, who is late, who has ended. The plane stays closed."""
         plane, group, odd = self.plane, self.group, self.plane.odd
-        calls = [plane.what(rank) for rank in range(group.size)]  # (op, dtype, bytes, number, reason to give up)
+        calls = [plane.what(rank) for rank in range(group.size)]  # (op, dtype, bytes, number, hash, why it gave up)
         texts = [f"{OPS[op]} {nbytes} bytes of {_DTYPES[dtype]}" for op, dtype, nbytes, *_ in calls]
+        if len(set(texts)) == 1:  # the difference is in what has no name: sizes of parts, way, place of the tensor
+            texts = [f"{text} ({hash:08x})" for text, (*_, hash, _) in zip(texts, calls, strict=True)]
         here = f"{texts[group.rank].split(' ', 1)[0]} #{plane.call} on {group.name}"
         rank = group.ranks[odd]
         error: OutOfStepError
-        if status == GAVE_UP and calls[odd][4] != DIFFERS:
+        if status == GAVE_UP and calls[odd][5] != DIFFERS:
             error = LostRankError(f"{here}: rank {rank} has given up waiting: see what it said")
         elif status == ENDED:
             error = LostRankError(f"{here}: the process of rank {rank} has ended: see what it said")
