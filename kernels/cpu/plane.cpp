@@ -125,7 +125,8 @@ int Plane::ready(int id) {
 int Plane::fail(int status, int peer) {
     if (broken_ == kDone) {
         broken_ = status, odd = peer;
-        store_word(mine().gave_up, 1 + status);
+        // who gives up because another did passes its reason on
+        store_word(mine().gave_up, status == kGivenUp ? load_word(words(peer).gave_up) : stamp(call_, 1 + status));
     }
     return broken_;
 }
@@ -136,14 +137,19 @@ struct Plane::Patience {
     int verdict = kDone, about = -1;
 };
 
+// Whether a peer has made this call with other arguments.
+inline bool Plane::differs(const Words& theirs) const {
+    const std::uint64_t call = load_word(theirs.call[call_ & 1]);
+    return ahead(call, call_) == 0 && static_cast<std::uint32_t>(call) != hash_;
+}
+
 // What has become of the peer? kDone: nothing is known, go on.
 int Plane::ask_about(int peer, Patience& patience) {
     const std::int64_t now = monotonic_ns(), turn = patience.turn++;
     if (patience.since == 0) patience.since = now;
     patience.about = peer;
     if (turn % 16 == 0) {
-        const std::uint64_t call = load_word(words(peer).call);
-        if (ahead(call, call_) == 0 && static_cast<std::uint32_t>(call) != hash_) return kDiffers;
+        if (differs(words(peer))) return kDiffers;
         for (int other = 0; other < size_; ++other)
             if (load_word(words(other).gave_up)) return patience.about = other, kGivenUp;
     }
@@ -203,8 +209,7 @@ inline int Plane::wait_arrived(std::uint32_t pass) {
             if (by == 0) return -1;
             if (by < 0) return 0;
             // further than this pass: in a later call (then it has seen that mine is the same), or in this one
-            const std::uint64_t call = load_word(theirs.call);
-            return ahead(call, call_) == 0 && static_cast<std::uint32_t>(call) != hash_ ? -1 : 1;
+            return differs(theirs) ? -1 : 1;
         });
         if (status) return status;
     }
@@ -241,8 +246,8 @@ int Plane::begin(Op op, std::int64_t bytes, int dtype, std::uint64_t signature) 
     const std::uint64_t what = std::uint64_t(op) << 56 | std::uint64_t(dtype) << 48 | std::uint64_t(bytes);
     hash_ = hash_of(what ^ signature * 0xff51afd7ed558ccdull);
     ++call_;
-    store_word(mine().what, what, __ATOMIC_RELAXED);
-    store_word(mine().call, stamp(call_, hash_), __ATOMIC_RELEASE);
+    store_word(mine().what[call_ & 1], what, __ATOMIC_RELAXED);
+    store_word(mine().call[call_ & 1], stamp(call_, hash_), __ATOMIC_RELEASE);
     return kDone;
 }
 
@@ -255,10 +260,20 @@ int Plane::barrier() {
     return wait_arrived(pass_);
 }
 
+// Whether results go to the region that the rows lie in, other than sums in place.
+bool Plane::overwrites(const Rows& rows, const Shared& shared) const {
+    auto inside = [&](const void* p) {
+        return p && reinterpret_cast<std::uintptr_t>(p) - shared.addresses[rank_] < static_cast<std::uintptr_t>(shared.bytes);
+    };
+    if (!rows.e) return rows.out != rows.in && inside(rows.out);
+    return inside(rows.e->out) || inside(rows.e->residual_out) || inside(rows.e->quant_out) || inside(rows.e->scale_out);
+}
+
 int Plane::all_reduce(Algorithm ordinary, Algorithm symmetric, const Rows& rows, std::int64_t count) {
     const std::int64_t bytes = count * rows.n * size_of(rows.dtype);
     const Timer timer{*this, kAllReduce, bytes};
     Shared* shared = symmetric == kCopied ? nullptr : find(rows.in);
+    if (shared && overwrites(rows, *shared)) shared = nullptr;  // peers may still read what would be written
     const Algorithm algorithm = shared ? symmetric : ordinary;
     std::uint64_t signature = algorithm;
     if (shared) signature |= (reinterpret_cast<std::uintptr_t>(rows.in) - shared->addresses[rank_]) << 8 |

@@ -29,10 +29,10 @@ enum Status : int { kDone, kLate, kDiffers, kDead, kGivenUp, kInterrupted };
 // What a rank shows the others; it alone writes it. The first line is what a pass costs, the second is for a second wait
 // (two-shot: my part is summed; zero copy: I have read your memory).
 struct alignas(128) Words {
-    std::uint64_t arrive;  // pass << 32 | hash
-    std::uint64_t call;    // call << 32 | hash
-    std::uint64_t what;    // op << 56 | dtype << 48 | bytes
-    std::uint64_t gave_up;  // 1 + status
+    std::uint64_t arrive;   // pass << 32 | hash
+    std::uint64_t gave_up;  // call << 32 | 1 + status
+    std::uint64_t call[2];  // call << 32 | hash, of the latest two calls: a rank may be one ahead of another
+    std::uint64_t what[2];  // op << 56 | dtype << 48 | bytes
     alignas(128) std::uint64_t done;  // pass << 32
 };
 
@@ -129,8 +129,10 @@ private:
     char* mailbox(int rank, std::uint32_t which) const;
     char* slot(int rank, std::uint32_t pass) const;
     Shared* find(const void* address);
+    bool overwrites(const Rows& rows, const Shared& shared) const;
     int begin(Op op, std::int64_t bytes, int dtype, std::uint64_t signature);
     void arrive();
+    bool differs(const Words& theirs) const;
     int wait_arrived(std::uint32_t pass);
     int wait_done(std::uint32_t pass);
     template <class Ready>

@@ -193,14 +193,18 @@ void bind_plane(nb::module_& m) {
         .def("symmetric", &Plane::symmetric)
         .def("ready", [](Plane& plane, int id) { return checked(plane.ready(id)); })
         .def("what",
-             [](const Plane& plane, int rank) {
+             [](const Plane& plane, int rank, std::uint32_t number) {
                  const Words& words = plane.words(rank);
-                 const std::uint64_t what = __atomic_load_n(&words.what, __ATOMIC_RELAXED);
-                 const std::uint64_t call = __atomic_load_n(&words.call, __ATOMIC_ACQUIRE);
-                 const std::uint64_t gave_up = __atomic_load_n(&words.gave_up, __ATOMIC_ACQUIRE);
-                 return std::tuple(what >> 56, what >> 48 & 255, what & ((1ull << 48) - 1), call >> 32, call & ~0u,
-                                   gave_up ? static_cast<int>(gave_up) - 1 : 0);
-             }, "rank"_a, "(op, dtype, bytes, number, hash) of a rank's latest call, and the status it gave up with")
+                 const std::uint64_t call = __atomic_load_n(&words.call[number & 1], __ATOMIC_ACQUIRE);
+                 const std::uint64_t what = __atomic_load_n(&words.what[number & 1], __ATOMIC_RELAXED);
+                 const int op = call >> 32 == number ? static_cast<int>(what >> 56) : -1;
+                 return std::tuple(op, what >> 48 & 255, what & ((1ull << 48) - 1), call & ~0u);
+             }, "rank"_a, "number"_a, "(op, dtype, bytes, hash) of a rank's call; op -1: it has not made it")
+        .def("gave_up",
+             [](const Plane& plane, int rank) {
+                 const std::uint64_t word = __atomic_load_n(&plane.words(rank).gave_up, __ATOMIC_ACQUIRE);
+                 return std::tuple(word >> 32, static_cast<int>(word & 255) - 1);
+             }, "rank"_a, "(call, status) with which a rank gave up; status -1: it has not")
         .def_prop_ro("totals",
                      [](const Plane& plane) {
                          std::vector<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>> rows;

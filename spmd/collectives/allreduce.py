@@ -19,7 +19,7 @@ from spmd.control.adopt import Adoptable, TorchGroup, adopt
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.errors import InputError
-from spmd.memory.workspace import SLOTS_OF_BUDGET, Workspace
+from spmd.memory.workspace import FORCED, SLOTS_OF_BUDGET, Workspace
 from spmd.topology.mapping import Mapping
 
 if TYPE_CHECKING:
@@ -116,7 +116,13 @@ class _Plan:
         ):
             return -1
         rows = x.numel() // finish.n
-        if x.dtype != finish.x_dtype or x.shape[-1] != finish.n or self.weight is None or not x.is_cpu:
+        same = x.dtype == finish.x_dtype and x.shape[-1] == finish.n and x.is_cpu and residual.is_cpu
+        if (
+            not same
+            or self.weight is None
+            or self.weight.data_ptr() != finish.weight
+            or self.weight.numel() != finish.n
+        ):
             return -1
         _cpu.finish(x.data_ptr(), rows, finish.fixed, residual.data_ptr(), norm.data_ptr(), total.data_ptr(), 0, 0)
         return 0
@@ -136,7 +142,7 @@ class Finish:
         outputs: Sequence[torch.Tensor] | None = None,
         shape: torch.Size | None = None,
     ) -> None:
-        op, n = params.fusion_op, x.shape[-1]
+        op, n = params.fusion_op, x.shape[-1] if x.dim() else 1
         shape = x.shape if shape is None else shape
         rows = shape.numel() // max(n, 1)
         names = fusion.OUTPUTS[op]
@@ -153,6 +159,8 @@ class Finish:
         }
         if op in fusion.NEED_SCALE and params.scale is None:
             refuse("all_reduce", group, f"{op.name} needs a scale: fp32 [1]")
+        if "scale" in names and n % fusion.BLOCK:
+            refuse("all_reduce", group, f"{op.name} of rows of {n}: they need whole blocks of {fusion.BLOCK}")
         fresh = fusion.empty_outputs(op, x if shape == x.shape else x.new_empty(shape))
         made = dict(zip(names, fresh if outputs is None else outputs, strict=True))
         for name, wanted in zip(names, fresh, strict=True):
@@ -160,7 +168,7 @@ class Finish:
             if got.dtype != wanted.dtype or got.shape != wanted.shape or not got.is_contiguous():
                 refuse("all_reduce", group, f"out for {name} is {describe(got)}, but the result {describe(wanted)}")
         self.result = tuple(made[name] for name in names)
-        self.rows, self.op, self.x_dtype, self.n = rows, op, x.dtype, n
+        self.rows, self.op, self.x_dtype, self.n, self.weight = rows, op, x.dtype, n, at["weight"]
         self.fixed = _cpu.Epilogue(
             op,
             DTYPES[x.dtype],
@@ -316,10 +324,11 @@ class AllReduce:
         if all_reduce_params is not None:
             plan = all_reduce_params._plan
             if plan is not None and plan.fits(self, all_reduce_params):
-                outputs = (torch.empty_like(x), torch.empty_like(x)) if out is None else out
-                status = plan.run(shortcuts, x, all_reduce_params.residual, *outputs)
+                outputs = (torch.empty_like(x), torch.empty_like(x)) if out is None else tuple(out)
+                two = len(outputs) == 2
+                status = plan.run(shortcuts, x, all_reduce_params.residual, *outputs) if two else -1
                 if status == 0:
-                    return outputs  # type: ignore[return-value]
+                    return outputs
                 if status > 0:
                     self._workspace.fail(status)  # type: ignore[union-attr]
         elif shortcuts is not None:
@@ -370,7 +379,11 @@ class AllReduce:
             if op != AllReduceFusionOp.NONE:
                 refuse("all_reduce", group, f"{op.name} would normalise an unfinished sum: drop enable_allreduce=False")
             return x
-        self._check(x, params)
+        self._check(x, params, out)
+        plain, one = op == AllReduceFusionOp.NONE and params.bias is None, len(fusion.OUTPUTS[op]) == 1
+        finish = None
+        if not plain:
+            finish = Finish(params, x, group, (out,) if one and out is not None else out)  # type: ignore[arg-type]
         if group.checked:
             group.agree(f"all_reduce {op.name} {describe(x)}")
         source = x.contiguous()
@@ -385,16 +398,14 @@ class AllReduce:
             refuse(
                 "all_reduce",
                 group,
-                f"{decision.chain[-1]}: set FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE to {needed} bytes or more",
+                f"{decision.chain[-1]}: set {FORCED} to {needed} bytes or more",
             )
-        if op == AllReduceFusionOp.NONE and params.bias is None:
+        if finish is None:
             made = self._sum(source, out, decision, symmetric)  # type: ignore[arg-type]
             rowless = self.strategy != AllReduceStrategy.TWOSHOT  # whose way depends on how many rows there are
             if x is source and params.strategy == AllReduceStrategy.AUTO and rowless and not group.checked:
                 self._remember(x)
             return made
-        one = op in (AllReduceFusionOp.NONE, AllReduceFusionOp.RMS_NORM)
-        finish = Finish(params, x, group, (out,) if one and out is not None else out)  # type: ignore[arg-type]
         self.finished(source, finish, decision.way, symmetric)
         if op in _NORM_AND_RESIDUAL and params.bias is None and not group.checked:
             self._plan(x, params, finish)
@@ -418,8 +429,6 @@ class AllReduce:
 
     def _sum(self, x: torch.Tensor, out: torch.Tensor | None, decision: Decision, symmetric: bool) -> torch.Tensor:
         """A plain sum of contiguous x."""
-        if out is not None and (out.dtype != x.dtype or out.shape != x.shape):
-            refuse("all_reduce", self.group, f"out is {describe(out)}, but the result {describe(x)}")
         if decision.way in NATIVE and x.dtype in DTYPES:
             assert self._workspace is not None
             target = out if out is not None and out.is_contiguous() else torch.empty_like(x)
@@ -442,7 +451,7 @@ class AllReduce:
 
     def _plan(self, x: torch.Tensor, p: AllReduceParams, finish: Finish) -> None:
         """What the next call with these parameters and a tensor like x can take over."""
-        if p.norm_weight is None:
+        if p.norm_weight is None or not p.norm_weight.is_contiguous():
             return
         fixed = (self, p.norm_weight, p.strategy, p.eps, p.norm_weight_offset, x.numel())
         ways = [self.decide(x.shape, x.dtype, p, symmetric).way for symmetric in (False, True)]
@@ -461,9 +470,19 @@ class AllReduce:
             return self._two_level.all_reduce(x)
         return library.all_reduce(x, self.group)
 
-    def _check(self, x: torch.Tensor, params: AllReduceParams) -> None:
-        group = self.group
+    def _check(self, x: torch.Tensor, params: AllReduceParams, out: object) -> None:
+        group, wanted = self.group, len(fusion.OUTPUTS[params.fusion_op])
         check("all_reduce", group, x)
+        outs = [out] if wanted == 1 else list(out) if isinstance(out, tuple | list) else [out] * (out is not None)
+        if out is not None and (len(outs) != wanted or not all(isinstance(o, torch.Tensor) and o.is_cpu for o in outs)):
+            refuse(
+                "all_reduce", group, f"{params.fusion_op.name} has {wanted} outputs: out must be as many CPU tensors"
+            )
+        plain = params.fusion_op == AllReduceFusionOp.NONE and params.bias is None
+        if plain and isinstance(out, torch.Tensor) and (out.dtype != x.dtype or out.shape != x.shape):
+            refuse("all_reduce", group, f"out is {describe(out)}, but the result {describe(x)}")
+        if params.fusion_op != AllReduceFusionOp.NONE and x.dim() == 0:
+            refuse("all_reduce", group, f"{params.fusion_op.name} of a scalar: it needs rows")
         if x.dtype not in DTYPES and (params.fusion_op != AllReduceFusionOp.NONE or params.bias is not None):
             refuse("all_reduce", group, f"{params.fusion_op.name} needs fp32, bf16 or fp16, not {describe(x)}")
         if self.dtype is not None and x.dtype != self.dtype:

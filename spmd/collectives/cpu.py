@@ -108,7 +108,7 @@ def all_gather(
     if group.checked:
         group.agree(f"all_gather {describe(x, dim)} dim {dim} sizes {list(sizes)}")
     pieces = tuple(Piece(0, size, (rank,)) for rank, size in enumerate(sizes))
-    signature = signature_of(tuple(sizes), x.dtype)
+    signature = signature_of(tuple(sizes), x.dtype, dim)
     return back(run("all_gather", workspace, front(x, dim), pieces, max(sizes), signature), dim)
 
 
@@ -124,7 +124,7 @@ def reduce_scatter(
     if group.checked:
         group.agree(f"reduce_scatter {describe(x)} dim {dim} sizes {list(sizes)}")
     pieces = (Piece(_starts(sizes)[group.rank], sizes[group.rank], tuple(range(group.size))),)
-    signature = signature_of(tuple(sizes))
+    signature = signature_of(tuple(sizes), dim)
     return back(run("reduce_scatter", workspace, front(x, dim), pieces, rows, signature, summed=True), dim)
 
 
@@ -153,7 +153,7 @@ def all_to_all(
     else:
         mine = torch.tensor([send_sizes])
         every = tuple(Piece(0, 1, (rank,)) for rank in range(group.size))
-        table = run("all_to_all", workspace, mine, every, 1, signature_of("sizes")).tolist()
+        table = run("all_to_all", workspace, mine, every, 1, signature_of("sizes", x.dtype, dim)).tolist()
     sent_here = [row[group.rank] for row in table]
     if recv_sizes is not None and group.checked:
         right = list(recv_sizes) == sent_here
@@ -163,7 +163,7 @@ def all_to_all(
     elif recv_sizes is not None and list(recv_sizes) != sent_here:
         refuse("all_to_all", group, f"recv_sizes are {list(recv_sizes)}, but {sent_here} are sent here")
     pieces = tuple(Piece(_starts(row)[group.rank], row[group.rank], (rank,)) for rank, row in enumerate(table))
-    signature = signature_of(tuple(map(tuple, table)))
+    signature = signature_of(tuple(map(tuple, table)), x.dtype, dim)
     return back(run("all_to_all", workspace, front(x, dim), pieces, max(map(sum, table)), signature), dim)
 
 
@@ -177,5 +177,5 @@ def broadcast(
         group.agree(f"broadcast {describe(x)} root {root}")
     flat = x.contiguous().view(-1, 1)
     pieces = (Piece(0, len(flat), (root,)),)
-    made = run("broadcast", workspace, flat, pieces, len(flat), signature_of(root)).view(x.shape)
+    made = run("broadcast", workspace, flat, pieces, len(flat), signature_of(root, x.dtype)).view(x.shape)
     return made if out is None else out.copy_(made)

@@ -6,6 +6,7 @@ all-reduce, all-gather and reduce-scatter are special cases.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -17,7 +18,7 @@ from spmd.collectives.arguments import check, describe, refuse
 from spmd.collectives.cpu import DTYPES, Piece, row_map, run, signature_of
 from spmd.control.mpi import Group
 from spmd.control.record import OPS
-from spmd.memory.workspace import Workspace
+from spmd.memory.workspace import FORCED, Workspace
 from spmd.topology.radix import Radix
 
 
@@ -93,24 +94,32 @@ def exchange(
     if not set(gather) <= set(held) or set(cut) & set(held) or set(over) & set(held):
         refuse("exchange", group, f"held {held}, over {over}, gather {gather}, cut {cut} contradict each other")
     what = (tuple(shape.sizes.items()), tuple(rows), tuple(held), tuple(over), tuple(gather), tuple(cut))
-    if group.checked:
-        group.agree(f"exchange {describe(x, 0)} {what}")
+    if not {*held, *over, *gather, *cut} <= shape.sizes.keys():
+        refuse("exchange", group, f"held {held}, over {over}, gather {gather}, cut {cut}: axes are {list(shape.sizes)}")
+    blocks = math.prod(shape.sizes[axis] for axis in {*held, *cut})
+    if len(rows) != blocks or min(rows, default=0) < 0:
+        refuse("exchange", group, f"rows {list(rows)} must be {blocks} numbers, none below 0")
     pieces, mine, most = _pieces(what[0], group.rank, *what[1:])
     if len(x) != mine:
         refuse("exchange", group, f"rank {group.ranks[group.rank]} holds {len(x)} rows, but by rows {mine}")
     adds = fold is not None and all(shape.coordinate(group.rank, axis) == 0 for axis in over)
     x, folded = x.contiguous(), fold.contiguous() if adds and fold is not None else None
     if workspace is not None and x.shape[1] * x.element_size() > workspace.plane.slot_bytes:
-        refuse("exchange", group, f"a row of {describe(x)} is longer than a slot of {workspace.plane.slot_bytes} bytes")
+        long, slot = x.shape[1] * x.element_size(), workspace.plane.slot_bytes
+        refuse("exchange", group, f"a row of {long} bytes does not fit the workspace's {slot}: raise {FORCED}")
     if workspace is None and group.size > 1:
         refuse("exchange", group, "its ranks are on several hosts: exchange inside the node group")
+    finish = None
+    if params is not None and (params.fusion_op != fusion.AllReduceFusionOp.NONE or params.bias is not None):
+        out_rows = sum(piece.rows for piece in pieces)
+        finish = Finish(params, x, group, shape=torch.Size((out_rows, x.shape[1])))
+    if group.checked:
+        group.agree(f"exchange {describe(x, 0)} {what}")
     signature = signature_of(what, fold is None)
-    if params is None or (params.fusion_op == fusion.AllReduceFusionOp.NONE and params.bias is None):
+    if finish is None:
         if workspace is None:
             return x.clone() if folded is None else x + folded
         return run("exchange", workspace, x, pieces, most, signature, folded, summed=True)
-    out_rows = sum(piece.rows for piece in pieces)
-    finish = Finish(params, x, group, shape=torch.Size((out_rows, x.shape[1])))
     if workspace is None:
         finish.local(x if folded is None else x + folded)
     elif most:

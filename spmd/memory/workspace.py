@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from spmd._cpu import Plane
+from spmd._cpu import Plane, relax
 from spmd.control.agree import default_timeout, difference
 from spmd.control.mpi import Group
 from spmd.control.record import OPS, recorder
@@ -20,18 +20,19 @@ from spmd.memory.symmetric import SymmetricMemory, allocate, registry
 MAILBOX_BYTES = 64 << 10  # the longest message whose words are their own flags
 SLOT_BYTES = 1 << 20  # the longest row, and of larger messages what one pass moves at most
 SLOTS_OF_BUDGET = 16  # a slot is at most one part in so many of the budget; there are four, and three mailboxes
-_FORCED = "FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE"
+FORCED = "FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE"
 _BUDGET = 64 << 20  # bytes a rank: slots, mailboxes and lent buffers
-LATE, DIFFERS, ENDED, GAVE_UP = 1, 2, 3, 4  # statuses of a plane; 0 is done
+DIFFERS, ENDED, GAVE_UP = 2, 3, 4  # statuses of a plane; 0 is done, 1 late
+_MEETING = 6000  # turns of a wait, some 0.1 s
 _DTYPES = ("fp32", "bf16", "fp16", "any type")
 _LENT = -2  # ids of lent buffers count down from here; those of `symmetric_empty` count up
 
 
 def budget() -> int:
     """Bytes of shared memory a rank may use for one group: FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE, default 64 MiB."""
-    text = os.environ.get(_FORCED, str(_BUDGET))
+    text = os.environ.get(FORCED, str(_BUDGET))
     if not text.isdigit() or int(text) == 0:
-        raise InputError(f"{_FORCED} must be a number of bytes, but is {text!r}")
+        raise InputError(f"{FORCED} must be a number of bytes, but is {text!r}")
     return int(text)
 
 
@@ -56,7 +57,7 @@ class Workspace:
         self.group = group
         limit = budget()
         slot, mailbox = limit // SLOTS_OF_BUDGET, min(MAILBOX_BYTES, limit // SLOTS_OF_BUDGET)
-        if _FORCED not in os.environ:
+        if FORCED not in os.environ:
             slot = min(slot, SLOT_BYTES)
         self._memory = allocate(group, Plane.region_bytes(mailbox, slot))
         self._processes = _Processes(group)
@@ -113,23 +114,32 @@ class Workspace:
 
     def fail(self, status: int) -> NoReturn:
         """Raise what a plane's status means: who differs, who is late, who has ended. The plane stays closed."""
-        plane, group, odd = self.plane, self.group, self.plane.odd
-        calls = [plane.what(rank) for rank in range(group.size)]  # (op, dtype, bytes, number, hash, why it gave up)
-        texts = [f"{OPS[op]} {nbytes} bytes of {_DTYPES[dtype]}" for op, dtype, nbytes, *_ in calls]
+        plane, group, odd, number = self.plane, self.group, self.plane.odd, self.plane.call
+        rank, why = group.ranks[odd], status
+        if status == GAVE_UP:
+            number, why = plane.gave_up(odd)
+        for turn in range(_MEETING if why == DIFFERS else 1):  # the others' calls are known when they have come
+            calls = [plane.what(index, number) for index in range(group.size)]
+            if all(call[0] >= 0 for call in calls):
+                break
+            relax(turn)
+        mine = _call_text(*calls[group.rank])
+        texts = [mine if call[0] < 0 else _call_text(*call) for call in calls]
         if len(set(texts)) == 1:  # the difference is in what has no name: sizes of parts, way, place of the tensor
-            texts = [f"{text} ({hash:08x})" for text, (*_, hash, _) in zip(texts, calls, strict=True)]
-        here = f"{texts[group.rank].split(' ', 1)[0]} #{plane.call} on {group.name}"
-        rank = group.ranks[odd]
+            texts = [
+                text if call[0] < 0 else f"{text} ({call[3]:08x})" for text, call in zip(texts, calls, strict=True)
+            ]
+        here = f"{mine.split(' ', 1)[0]} #{number} on {group.name}"
         error: OutOfStepError
-        if status == GAVE_UP and calls[odd][5] != DIFFERS:
+        if why == DIFFERS:
+            error = DesyncError(difference(texts, group.ranks, here))
+        elif status == GAVE_UP:
             error = LostRankError(f"{here}: rank {rank} has given up waiting: see what it said")
         elif status == ENDED:
             error = LostRankError(f"{here}: the process of rank {rank} has ended: see what it said")
-        elif status == LATE:
+        else:
             limit = f"{plane.timeout_s:g} s (SPMD_TIMEOUT)"
             error = DeadlineError(f"{here}: rank {rank} has not arrived: gave up after {limit}")
-        else:
-            error = DesyncError(difference(texts, group.ranks, here))
         error.order = group.rank
         raise error
 
@@ -141,6 +151,10 @@ class Workspace:
         self._views.clear()
         self._lent.clear()
         self._memory.close()
+
+
+def _call_text(op: int, dtype: int, nbytes: int, _: int) -> str:
+    return f"{OPS[op]} {nbytes} bytes of {_DTYPES[dtype]}"
 
 
 class _Processes:
