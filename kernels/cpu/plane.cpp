@@ -270,6 +270,7 @@ bool Plane::overwrites(const Rows& rows, const Shared& shared) const {
 }
 
 int Plane::all_reduce(Algorithm ordinary, Algorithm symmetric, const Rows& rows, std::int64_t count) {
+    if (broken_) return broken_;
     const std::int64_t bytes = count * rows.n * size_of(rows.dtype);
     const Timer timer{*this, kAllReduce, bytes};
     Shared* shared = symmetric == kCopied ? nullptr : find(rows.in);
@@ -279,8 +280,13 @@ int Plane::all_reduce(Algorithm ordinary, Algorithm symmetric, const Rows& rows,
     if (shared) signature |= (reinterpret_cast<std::uintptr_t>(rows.in) - shared->addresses[rank_]) << 8 |
                              std::uint64_t(shared->id + 1) << 48;
     if (const int status = begin(kAllReduce, bytes, rows.dtype, signature)) return status;
+    if (bytes == 0) {  // nothing to sum, and everybody comes
+        arrive();
+        return wait_arrived(pass_);
+    }
     if (algorithm == kLamport) return lamport(rows, count);
-    if (algorithm == kLowPrecision) return low_precision(rows, count);
+    const bool fits = slot_bytes_ >= scaled_bytes(rows.n);  // else the slots are too small for it: one-shot
+    if (algorithm == kLowPrecision && fits) return low_precision(rows, count);
     if (shared && rows.out == rows.in && !rows.e) return in_place(rows, count, *shared);
     if (algorithm == kTwoShot) return two_shot(rows, count, shared);
     everyone_.rows = everyone_.max_rows = everyone_.pieces[0].rows = count;
@@ -363,9 +369,12 @@ int Plane::pass_rows(const RowMap& map, const Rows& rows, Shared* shared) {
     return wait_done(pass_);
 }
 
-void Plane::publish() { arrive(); }
+void Plane::publish() {
+    if (!broken_) arrive();
+}
 
 int Plane::start(std::int64_t bytes, int dtype, std::uintptr_t in) {
+    if (broken_) return broken_;
     const Timer timer{*this, kAllReduce, bytes};
     Shared* shared = find(reinterpret_cast<const void*>(in));
     const std::uint64_t signature = 1ull << 63 | (in - shared->addresses[rank_]) << 8 | std::uint64_t(shared->id + 1) << 40;
@@ -377,6 +386,7 @@ int Plane::start(std::int64_t bytes, int dtype, std::uintptr_t in) {
 
 // Rows [first, first + count) of the tensors that `rows` names.
 int Plane::complete(std::uint32_t part, const Rows& rows, std::int64_t first, std::int64_t count) {
+    if (broken_) return broken_;
     const Shared& shared = *find(rows.in);
     const std::int64_t at = first * rows.n * size_of(rows.dtype);
     const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(rows.in) - shared.addresses[rank_] + at;

@@ -117,32 +117,36 @@ public:
 
     // -1: not known.
     int sum(nb::handle x, nb::handle out) {
-        Address in, to;
+        DLTensor in, to;
         int dtype, out_dtype;
         std::int64_t n, out_n;
         if (!tensor_.read(x, in, dtype, n)) return -1;
         if (out.ptr() == x.ptr())
             to = in;
-        else if (!tensor_.read(out, to, out_dtype, out_n) || out_dtype != dtype || out_n != n)
+        else if (!tensor_.read(out, to, out_dtype, out_n) || out_dtype != dtype || !TensorType::same_shape(in, to))
             return -1;
         for (const Way& way : ways_)
-            if (way.elements == n && way.dtype == dtype) return all_reduce(plane_, in, to, n, way.how);
+            if (way.elements == n && way.dtype == dtype)
+                return all_reduce(plane_, TensorType::address(in), TensorType::address(to), n, way.how);
         return -1;
     }
 
     // As all_reduce_rows, where `weight` is still what `fixed` says.
     int rows(const Epilogue& fixed, int how, std::int64_t elements, nb::handle x, nb::handle weight,
              nb::handle residual, nb::handle out, nb::handle residual_out) {
-        Address at[5];
+        DLTensor t[5];
         const nb::handle tensors[] = {x, residual, out, residual_out, weight};
         for (int k = 0; k < 5; ++k) {
             int dtype;
             std::int64_t n;
-            if (!tensor_.read(tensors[k], at[k], dtype, n) || dtype != fixed.dtype) return -1;
-            if (n != (k < 4 ? elements : fixed.n)) return -1;
+            if (!tensor_.read(tensors[k], t[k], dtype, n) || dtype != fixed.dtype) return -1;
+            if (k < 4 ? n != elements || !TensorType::same_shape(t[0], t[k]) : n != fixed.n) return -1;
         }
-        if (spmd::at(at[4]) != fixed.weight) return -1;
-        return all_reduce_rows(plane_, at[0], elements / fixed.n, how, fixed, at[1], at[2], at[3], 0, 0);
+        if (t[0].ndim == 0 || t[0].shape[t[0].ndim - 1] != fixed.n || t[4].ndim != 1) return -1;
+        if (at(TensorType::address(t[4])) != fixed.weight) return -1;
+        auto address = [&](int k) { return TensorType::address(t[k]); };
+        return all_reduce_rows(plane_, address(0), elements / fixed.n, how, fixed, address(1), address(2), address(3), 0,
+                               0);
     }
 
 private:
@@ -191,6 +195,7 @@ void bind_plane(nb::module_& m) {
         .def("add_region", &Plane::add_region)
         .def("remove_region", &Plane::remove_region)
         .def("symmetric", &Plane::symmetric)
+        .def("close", &Plane::close)
         .def("ready", [](Plane& plane, int id) { return checked(plane.ready(id)); })
         .def("what",
              [](const Plane& plane, int rank, std::uint32_t number) {

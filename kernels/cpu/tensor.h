@@ -37,9 +37,8 @@ public:
         if (exchange->major == 1 && exchange->minor >= 2) exchange_ = exchange;
     }
 
-    // A contiguous CPU tensor of a type that is summed: its address, dtype and elements. false: it is something else.
-    bool read(nanobind::handle object, std::uintptr_t& address, int& dtype, std::int64_t& elements) const {
-        DLTensor t;
+    // A contiguous CPU tensor of a type that is summed: what it is, its dtype and elements. false: it is something else.
+    bool read(nanobind::handle object, DLTensor& t, int& dtype, std::int64_t& elements) const {
         if (!exchange_ || Py_TYPE(object.ptr()) != reinterpret_cast<PyTypeObject*>(type_)) return false;
         if (exchange_->tensor_of(object.ptr(), &t) != 0) {
             PyErr_Clear();
@@ -53,8 +52,14 @@ public:
         elements = 1;
         for (int d = t.ndim; d-- > 0; elements *= t.shape[d])
             if (t.strides && t.shape[d] != 1 && t.strides[d] != elements) return false;
-        address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
         return true;
+    }
+
+    static std::uintptr_t address(const DLTensor& t) { return reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset; }
+    static bool same_shape(const DLTensor& a, const DLTensor& b) {
+        bool same = a.ndim == b.ndim;
+        for (int d = 0; same && d < a.ndim; ++d) same = a.shape[d] == b.shape[d];
+        return same;
     }
 
 private:

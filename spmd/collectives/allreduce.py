@@ -384,11 +384,14 @@ class AllReduce:
         finish = None
         if not plain:
             finish = Finish(params, x, group, (out,) if one and out is not None else out)  # type: ignore[arg-type]
-        if group.checked:
-            group.agree(f"all_reduce {op.name} {describe(x)}")
+        if plain and group.size == 1:
+            return x if out is None or out is x else out.copy_(x)  # type: ignore[union-attr]
         source = x.contiguous()
         symmetric = group.size > 1 and self._is_symmetric(source)
         decision = self.decide(x.shape, x.dtype, params, symmetric)
+        if group.checked:
+            place = " in symmetric memory" if symmetric else ""
+            group.agree(f"all_reduce {op.name} {describe(x)} {decision.way}{place}")
         for reason in decision.downgrades:
             if group.rank == 0 and (group.name, reason) not in _logged:
                 _logged.add((group.name, reason))

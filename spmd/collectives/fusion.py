@@ -159,7 +159,9 @@ def _nvfp4(v: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     block_scale = _e4m3(scale * blocks.abs().amax(-1) / _FP4_MAX)
     back = block_scale.float()
     codes = _e2m1(blocks * torch.where(back == 0, 0.0, scale / back).unsqueeze(-1)).flatten(-2)
-    return codes[..., ::2] | codes[..., 1::2] << 4, _swizzle(block_scale.view(torch.uint8).flatten(0, -2))
+    return codes[..., ::2] | codes[..., 1::2] << 4, _swizzle(
+        block_scale.view(torch.uint8).reshape(-1, block_scale.shape[-1])
+    )
 
 
 def _swizzled_size(rows: int, blocks: int) -> int:

@@ -167,7 +167,8 @@ def decide(strategy: AllReduceStrategy, call: Call, limits: Limits) -> Decision:
     if strategy == AllReduceStrategy.NCCL:
         return done(Way.LIBRARY, "asked for")
     if call.dtype not in SUMMED:
-        return done(Way.LIBRARY, f"{call.dtype} is summed by the library")
+        down(f"{call.dtype} is summed by the library")
+        return done(Way.LIBRARY, "fp32, bf16 and fp16 are native")
     if limits.away:
         if limits.two_level:
             return done(Way.TWO_LEVEL, limits.away)

@@ -22,7 +22,7 @@ SLOT_BYTES = 1 << 20  # the longest row, and of larger messages what one pass mo
 SLOTS_OF_BUDGET = 16  # a slot is at most one part in so many of the budget; there are four, and three mailboxes
 FORCED = "FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE"
 _BUDGET = 64 << 20  # bytes a rank: slots, mailboxes and lent buffers
-DIFFERS, ENDED, GAVE_UP = 2, 3, 4  # statuses of a plane; 0 is done, 1 late
+DIFFERS, ENDED, GAVE_UP, CLOSED = 2, 3, 4, 6  # statuses of a plane; 0 is done, 1 late
 _MEETING = 6000  # turns of a wait, some 0.1 s
 _DTYPES = ("fp32", "bf16", "fp16", "any type")
 _LENT = -2  # ids of lent buffers count down from here; those of `symmetric_empty` count up
@@ -56,7 +56,8 @@ class Workspace:
     def __init__(self, group: Group) -> None:
         self.group = group
         limit = budget()
-        slot, mailbox = limit // SLOTS_OF_BUDGET, min(MAILBOX_BYTES, limit // SLOTS_OF_BUDGET)
+        slot = max(limit // SLOTS_OF_BUDGET, 64)
+        mailbox = min(MAILBOX_BYTES, slot)
         if FORCED not in os.environ:
             slot = min(slot, SLOT_BYTES)
         self._memory = allocate(group, Plane.region_bytes(mailbox, slot))
@@ -114,6 +115,8 @@ class Workspace:
 
     def fail(self, status: int) -> NoReturn:
         """Raise what a plane's status means: who differs, who is late, who has ended. The plane stays closed."""
+        if status == CLOSED:
+            raise InputError(f"the shared memory of {self.group.name} is closed: make new objects after close()")
         plane, group, odd, number = self.plane, self.group, self.plane.odd, self.plane.call
         rank, why = group.ranks[odd], status
         if status == GAVE_UP:
@@ -147,6 +150,7 @@ class Workspace:
         """Local: the others' mappings stay as they are."""
         self._end()
         self._unwatch()
+        self.plane.close()
         self._processes.close()
         self._views.clear()
         self._lent.clear()
