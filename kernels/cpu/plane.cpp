@@ -276,6 +276,8 @@ int Plane::all_reduce(Algorithm ordinary, Algorithm symmetric, const Rows& rows,
     Shared* shared = symmetric == kCopied ? nullptr : find(rows.in);
     if (shared && overwrites(rows, *shared)) shared = nullptr;  // peers may still read what would be written
     const Algorithm algorithm = shared ? symmetric : ordinary;
+    const std::int64_t row_bytes = rows.n * size_of(rows.dtype);
+    if (algorithm == kLamport ? bytes > mailbox_bytes() : !shared && row_bytes > slot_bytes_) return kTooLong;
     std::uint64_t signature = algorithm;
     if (shared) signature |= (reinterpret_cast<std::uintptr_t>(rows.in) - shared->addresses[rank_]) << 8 |
                              std::uint64_t(shared->id + 1) << 48;
@@ -295,6 +297,7 @@ int Plane::all_reduce(Algorithm ordinary, Algorithm symmetric, const Rows& rows,
 
 int Plane::exchange(Op op, const RowMap& map, const Rows& rows, std::uint64_t signature) {
     const std::int64_t bytes = map.rows * rows.n * size_of(rows.dtype);
+    if (!broken_ && rows.n * size_of(rows.dtype) > slot_bytes_) return kTooLong;
     const Timer timer{*this, op, bytes};
     // ranks may hand in different row counts: the largest is what all know
     if (const int status = begin(op, map.max_rows * rows.n * size_of(rows.dtype), rows.dtype, signature)) return status;

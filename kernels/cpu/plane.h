@@ -24,7 +24,7 @@ namespace spmd {
 
 enum Op : int { kBarrier, kAllReduce, kAllGather, kReduceScatter, kAllToAll, kBroadcast, kExchange, kOps };
 enum Algorithm : int { kLamport, kOneShot, kTwoShot, kLowPrecision, kCopied = 15 };  // kCopied: as ordinary memory
-enum Status : int { kDone, kLate, kDiffers, kDead, kGivenUp, kInterrupted, kClosed };
+enum Status : int { kDone, kLate, kDiffers, kDead, kGivenUp, kInterrupted, kClosed, kTooLong };
 
 // What a rank shows the others; it alone writes it. The first line is what a pass costs, the second is for a second wait
 // (two-shot: my part is summed; zero copy: I have read your memory).

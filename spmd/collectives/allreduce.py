@@ -86,10 +86,12 @@ class _Plan:
     elements: int
     how: int
     finish: Finish
+    shortcuts: _cpu.Shortcuts | None
 
     def fits(self, owner: AllReduce, p: AllReduceParams) -> bool:
         return (
             owner is self.owner
+            and owner._shortcuts is self.shortcuts
             and p.norm_weight is self.weight
             and p.fusion_op is self.finish.op
             and p.bias is None
@@ -251,6 +253,7 @@ class AllReduce:
             group = self.group
             self._workspace = Workspace.of(group)
             if self._workspace is not None:
+                self._workspace.users.add(self)
                 plane = self._workspace.plane
                 table = tune.table(group)
                 self._limits = Limits(plane.mailbox_bytes, plane.slot_bytes, overflow=self._overflow, table=table)
@@ -291,13 +294,17 @@ class AllReduce:
             return 0.0
         shapes: dict[Call, tuple[tuple[int, int], torch.dtype]] = {}
         for shape, dtype, op, symmetric in calls:
-            nbytes = shape[1] * dtype.itemsize
-            shapes[Call(group.size, shape[0], nbytes, NAMES[dtype], op, symmetric)] = (shape, dtype)
+            nbytes, params = shape[1] * dtype.itemsize, AllReduceParams(fusion_op=op)
+            if self.decide(shape, dtype, params, symmetric).way in NATIVE:
+                shapes[Call(group.size, shape[0], nbytes, NAMES[dtype], op, symmetric)] = (shape, dtype)
 
-        def run(call: Call, way: Way) -> Callable[[], None]:
+        def run(call: Call, way: Way) -> Callable[[], object]:
             shape, dtype = shapes[call]
             lent = self.lend(shape, dtype) if call.symmetric else None
             x = torch.zeros(shape, dtype=dtype) if lent is None else lent.zero_()
+            if not call.whole_rows:
+                y, decision = torch.empty(shape, dtype=dtype), Decision(way, ())
+                return lambda: self._sum(x, y, decision, lent is not None)
             params = AllReduceParams(
                 fusion_op=call.fusion,
                 residual=torch.zeros(shape, dtype=dtype),
@@ -308,9 +315,13 @@ class AllReduce:
             return lambda: self.finished(x, finish, way, lent is not None)
 
         seconds = tune.tune(group, limits, shapes, run)
-        if self._shortcuts is not None:
-            self._shortcuts.forget()
+        for user in list(self._workspace.users):  # what some ranks remember the others may now decide anew
+            user.forget()
         return seconds
+
+    def forget(self) -> None:
+        """Decide anew at the next call."""
+        self._shortcuts = None
 
     def forward(
         self,
@@ -459,11 +470,11 @@ class AllReduce:
         fixed = (self, p.norm_weight, p.strategy, p.eps, p.norm_weight_offset, x.numel())
         ways = [self.decide(x.shape, x.dtype, p, symmetric).way for symmetric in (False, True)]
         if ways == [Way.NOTHING] * 2:
-            p._plan = _Plan(*fixed, 0, finish)
+            p._plan = _Plan(*fixed, 0, finish, None)
         elif self._workspace is not None and all(way in NATIVE for way in ways):
             how = _how(ways[0], False, x.dtype) & ~0xF0 | _how(ways[1], True, x.dtype) & 0xF0
-            p._plan = _Plan(*fixed, how, finish)
             self._shortcuts = self._shortcuts or _cpu.Shortcuts(self._workspace.plane, torch.Tensor)
+            p._plan = _Plan(*fixed, how, finish, self._shortcuts)
 
     def _elsewhere(self, x: torch.Tensor, way: Way) -> torch.Tensor:
         if isinstance(self.group, TorchGroup):

@@ -53,6 +53,8 @@ class MoEAllReduce(AllReduce):
             form = "the min-latency form" if p.is_cutlass_min_latency else "finalise"
             needs = needs if p.is_cutlass_min_latency else "expanded_idx_to_permuted_idx"
             refuse("moe_all_reduce", self.group, f"{form} needs {needs}")
+        if p.bias is not None:
+            refuse("moe_all_reduce", self.group, "a bias has no place here: add it to shared_expert_output")
         partial = self._min_latency(x, p) if p.is_cutlass_min_latency else self._finalise(x, p)
         if p.shared_expert_output is not None:
             if p.shared_expert_output.shape != partial.shape:
@@ -65,6 +67,7 @@ class MoEAllReduce(AllReduce):
             residual=p.residual,
             norm_weight=p.norm_weight,
             eps=p.eps,
+            enable_allreduce=p.enable_allreduce,
             norm_weight_offset=p.norm_weight_offset,
         )
         made = super().forward(partial.to(x.dtype), tail)
@@ -94,6 +97,8 @@ class MoEAllReduce(AllReduce):
                 f", scales {describe(scale)}" if scale is not None else ""
             )
             refuse("moe_all_reduce", self.group, f"{shapes}: needs [P, H], [T, k] and [T, k]")
+        if index.is_floating_point() or index.dtype == torch.bool:
+            refuse("moe_all_reduce", self.group, f"the index is {describe(index)}: it needs integers")
         if index.numel() and not -1 <= int(index.min()) <= int(index.max()) < len(x):
             refuse("moe_all_reduce", self.group, f"an index outside -1 ... {len(x) - 1}")
         total = torch.zeros(len(index), x.shape[1])

@@ -56,7 +56,9 @@ def table(group: Group) -> dict[str, str]:
     return kept.ways
 
 
-def tune(group: Group, limits: Limits, calls: Iterable[Call], run: Callable[[Call, Way], Callable[[], None]]) -> float:
+def tune(
+    group: Group, limits: Limits, calls: Iterable[Call], run: Callable[[Call, Way], Callable[[], object]]
+) -> float:
     """Time the candidates of those calls that the table lacks, and keep the result; collective.
 
     run(call, way) prepares one call and returns what does it. Returns the seconds it took. Every rank passes the same
@@ -82,7 +84,7 @@ def tune(group: Group, limits: Limits, calls: Iterable[Call], run: Callable[[Cal
     return seconds
 
 
-def _time(group: Group, once: Callable[[], None]) -> int:
+def _time(group: Group, once: Callable[[], object]) -> int:
     """Median ns of a call, the ranks beginning together."""
     times = []
     for turn in range(_CALLS + 2):

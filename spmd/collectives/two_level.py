@@ -11,6 +11,7 @@ from collections import Counter
 import torch
 
 from spmd.collectives import cpu, library
+from spmd.control.adopt import TorchGroup
 from spmd.control.mpi import Group
 from spmd.memory.host import hosts
 from spmd.memory.workspace import Workspace
@@ -24,7 +25,7 @@ class TwoLevel:
     def of(group: Group) -> TwoLevel | None:
         if "two-level" not in group.kept:
             counts = Counter(hosts(group))
-            if len(set(counts.values())) != 1:
+            if len(set(counts.values())) != 1 or isinstance(group, TorchGroup):  # which sums over hosts itself
                 return None
             group.kept["two-level"] = TwoLevel(group)
         made = group.kept["two-level"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Union
 from zlib import crc32
 
@@ -22,18 +23,45 @@ _CORES = 16  # words of 64 cores
 
 
 def adopt(given: Adoptable) -> Group:
-    """A Group over the same ranks, numbered as there; collective over them. A Group is returned as it is.
+    """A Group over the same ranks, numbered as there; collective over them the first time, then the same Group again.
 
-    InputError for anything else, and for a torch group this process is not in.
+    A Group is returned as it is. InputError for anything else, and for a torch group this process is not in.
     """
     if isinstance(given, Group):
         return given
     kind = type(given).__module__.split(".")[0]
     if kind == "mpi4py":
-        return _CommGroup(given)  # type: ignore[arg-type]
+        from mpi4py import MPI
+
+        if isinstance(given, MPI.Intracomm) and given != MPI.COMM_NULL:
+            return _of_comm(given)
     if kind == "torch":
-        return TorchGroup(given)  # type: ignore[arg-type]
-    raise InputError(f"{given!r} is no group: give an mpi4py communicator or a torch process group")
+        from torch.distributed import ProcessGroup
+
+        if isinstance(given, ProcessGroup):
+            if id(given) not in _torch:  # which keeps it: its number is nobody else's
+                _torch[id(given)] = TorchGroup(given)
+            return _torch[id(given)]
+    raise InputError(f"{given!r:.80} is no group: give an mpi4py communicator or a torch process group")
+
+
+_torch: dict[int, TorchGroup] = {}
+
+
+@lru_cache(maxsize=1)
+def _keyval() -> int:
+    from mpi4py import MPI
+
+    return MPI.Comm.Create_keyval()
+
+
+def _of_comm(comm: MPI.Intracomm) -> Group:
+    """The Group kept in a communicator's attributes: it goes with it."""
+    group = comm.Get_attr(_keyval())
+    if not isinstance(group, Group):
+        group = _CommGroup(comm)
+        comm.Set_attr(_keyval(), group)
+    return group
 
 
 def _crowded(group: Group) -> bool:

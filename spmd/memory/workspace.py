@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -22,7 +23,7 @@ SLOT_BYTES = 1 << 20  # the longest row, and of larger messages what one pass mo
 SLOTS_OF_BUDGET = 16  # a slot is at most one part in so many of the budget; there are four, and three mailboxes
 FORCED = "FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE"
 _BUDGET = 64 << 20  # bytes a rank: slots, mailboxes and lent buffers
-DIFFERS, ENDED, GAVE_UP, CLOSED = 2, 3, 4, 6  # statuses of a plane; 0 is done, 1 late
+DIFFERS, ENDED, GAVE_UP, CLOSED, TOO_LONG = 2, 3, 4, 6, 7  # statuses of a plane; 0 is done, 1 late
 _MEETING = 6000  # turns of a wait, some 0.1 s
 _DTYPES = ("fp32", "bf16", "fp16", "any type")
 _LENT = -2  # ids of lent buffers count down from here; those of `symmetric_empty` count up
@@ -34,6 +35,12 @@ def budget() -> int:
     if not text.isdigit() or int(text) == 0:
         raise InputError(f"{FORCED} must be a number of bytes, but is {text!r}")
     return int(text)
+
+
+class Forgetful(Protocol):
+    """Who can be told that what it remembers may not hold any more."""
+
+    def forget(self) -> None: ...
 
 
 class Workspace:
@@ -67,6 +74,7 @@ class Workspace:
         )
         self.plane.timeout_s = default_timeout()
         self._end: Callable[[], None] = registry(group).subscribe(self._add, self.plane.remove_region)
+        self.users: WeakSet[Forgetful] = WeakSet()  # those who remember decisions about this group
         self._lent: list[SymmetricMemory] = []
         self._views: dict[tuple[torch.dtype, tuple[int, ...]], list[torch.Tensor]] = {}
         self._turn, self._first, self._left = 0, _LENT, limit - self._memory.nbytes
@@ -117,6 +125,8 @@ class Workspace:
         """Raise what a plane's status means: who differs, who is late, who has ended. The plane stays closed."""
         if status == CLOSED:
             raise InputError(f"the shared memory of {self.group.name} is closed: make new objects after close()")
+        if status == TOO_LONG:
+            raise InputError(f"a row does not fit the workspace's {self.plane.slot_bytes} bytes: raise {FORCED}")
         plane, group, odd, number = self.plane, self.group, self.plane.odd, self.plane.call
         rank, why = group.ranks[odd], status
         if status == GAVE_UP:

@@ -62,7 +62,7 @@ def main():
         report = Path(folder, f"told-{world.rank}")  # launchers drop what is printed last
         report.with_suffix(".new").write_text(f"{time.monotonic()} {type(error).__name__}: {error}")
         report.with_suffix(".new").rename(report)
-        signal.pause()  # the launcher would take an end without MPI_Finalize for that of the others too
+        signal.pause()  # to leave now would end the others too, before they have been told
 
 
 job.run(main)

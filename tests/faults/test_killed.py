@@ -1,6 +1,7 @@
 """Is a rank that dies or stands still inside a collective through shared memory named soon by all who wait for it?
 
-By default launchers end the survivors at once; here they are told not to, so that the survivors have to find out.
+By default launchers end the survivors of a dead rank at once. Where that must not be, a shell stands between launcher
+and rank: it outlives the rank and holds its connection, so that the survivors have to find out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import sys
 import time
 import uuid
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,11 +25,7 @@ PROGRAM = Path(__file__).with_name("collectives_for_ever.py")
 MPIRUN = Path(sys.executable).parent / "mpirun"
 
 
-@cache
-def leave_survivors() -> str:
-    """The option of this launcher by which the end of a rank does not end the others."""
-    version = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, timeout=60).stdout
-    return "-disable-auto-cleanup" if "HYDRA" in version else "--enable-recovery"
+OUTLIVES = ("sh", "-c", '"$@"; kill -STOP $$', "sh")
 
 
 @dataclass
@@ -42,22 +38,21 @@ class Calling:
     reports: Path
     before: set[str]  # in /dev/shm
 
-    def stop(self, number: int, *ranks: int) -> float:
-        """Send ranks a signal; returns when."""
+    def stop(self, number: int, rank: int) -> float:
+        """Send a rank a signal; returns when."""
         entries = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
-        pids = [pid for rank in ranks for name in entries for pid in launch.alive(self.mark, f"{name}={rank}")]
-        assert len(pids) == len(ranks)
+        pids = [pid for name in entries for pid in launch.alive(self.mark, f"{name}={rank}") if _is_rank(pid)]
+        assert len(pids) == 1
         begin = time.monotonic()
-        for pid in pids:
-            os.kill(pid, number)
+        os.kill(pids[0], number)
         return begin
 
-    def survivors(self, begin: float, *victims: int) -> dict[int, tuple[float, str]]:
-        """What each survivor said, and how long after `begin`; they have told within SECONDS and are gone then."""
-        expected = [rank for rank in range(self.ranks) if rank not in victims]
+    def survivors(self, begin: float, victim: int) -> dict[int, tuple[float, str]]:
+        """What each survivor said, and how long after `begin`, at the latest after SECONDS."""
+        expected = [rank for rank in range(self.ranks) if rank != victim]
         while len(said := self._told(begin)) < len(expected) and time.monotonic() < begin + SECONDS:
             time.sleep(0.02)
-        for pid in launch.alive(self.mark, f"SPMD_TEST_RANKS={self.ranks}"):
+        for pid in launch.alive(self.mark):
             os.kill(pid, signal.SIGKILL)
         self.end()
         assert sorted(said) == expected
@@ -77,18 +72,23 @@ class Calling:
         return ended
 
 
+def _is_rank(pid: int) -> bool:
+    """Not the shell around it."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1] == str(PROGRAM).encode()
+
+
 @pytest.fixture
 def calling(tmp_path):
-    """Starts such a job: program arguments, options of the launcher, variables."""
+    """Starts such a job: arguments of the program, what stands between launcher and ranks, variables."""
     marks = []
 
-    def start(ranks: int, *arguments: str, options: tuple[str, ...] = (), **env: str) -> Calling:
+    def start(ranks: int, kind: str, operation: str, around: tuple[str, ...] = OUTLIVES, **env: str) -> Calling:
         before, mark = launch.shared_memory(), uuid.uuid4().hex
         marks.append(f"SPMD_TEST_JOB={mark}")
-        program = [sys.executable, str(PROGRAM), str(tmp_path), *arguments]
-        env |= {"SPMD_TEST_JOB": mark, "SPMD_TEST_RANKS": str(ranks), "SPMD_CHECK": "0", "MPIEXEC_TIMEOUT": "90"}
+        program = [sys.executable, str(PROGRAM), str(tmp_path), kind, operation]
+        env = {"SPMD_TEST_JOB": mark, "SPMD_CHECK": "0", "SPMD_TIMEOUT": "60", "MPIEXEC_TIMEOUT": "90"} | env
         process = subprocess.Popen(
-            [str(MPIRUN), *options, "-np", str(ranks), *program], cwd=launch.ROOT, env=launch.environment(**env),
+            [str(MPIRUN), "-np", str(ranks), *around, *program], cwd=launch.ROOT, env=launch.environment(**env),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         while len(list(tmp_path.glob("calling-*"))) < ranks:
@@ -105,7 +105,7 @@ def calling(tmp_path):
 # small sums wait for words that are their own flags, most others for a pass, the last two for a second flag as well
 @pytest.mark.parametrize("operation", ["small_sum", "gather", "exchange", "two_shot", "symmetric"])
 def test_who_died_is_told_by_the_one_who_waits_for_it(calling, operation):
-    job = calling(2, "one", operation, options=(leave_survivors(),), SPMD_TIMEOUT="60")
+    job = calling(2, "one", operation)
     begin = job.stop(signal.SIGKILL, 1)
     ((after, text),) = job.survivors(begin, 1).values()
     assert re.fullmatch(r"LostRankError: \w+ #\d+ on tp: the process of rank 1 has ended: .*", text)
@@ -114,7 +114,7 @@ def test_who_died_is_told_by_the_one_who_waits_for_it(calling, operation):
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_all_survivors_of_a_group_are_told_who_died(calling, victim):
-    job = calling(4, "one", "gather", options=(leave_survivors(),), SPMD_TIMEOUT="60")
+    job = calling(4, "one", "gather")
     begin = job.stop(signal.SIGKILL, victim)
     said = job.survivors(begin, victim)
     for after, text in said.values():
@@ -123,7 +123,7 @@ def test_all_survivors_of_a_group_are_told_who_died(calling, victim):
 
 
 def test_a_job_says_it_in_one_line_and_ends(calling):
-    job = calling(3, "job", "gather", options=(leave_survivors(),), SPMD_TIMEOUT="60")
+    job = calling(3, "job", "gather")
     begin = job.stop(signal.SIGKILL, 1)
     ended = job.end()
     assert time.monotonic() - begin < SECONDS
@@ -135,7 +135,7 @@ def test_a_job_says_it_in_one_line_and_ends(calling):
 
 
 def test_a_launcher_that_ends_the_survivors_leaves_nothing_either(calling):
-    job = calling(3, "one", "gather", SPMD_TIMEOUT="60")
+    job = calling(3, "one", "gather", around=())
     begin = job.stop(signal.SIGKILL, 1)
     ended = job.end()
     assert time.monotonic() - begin < SECONDS
@@ -144,7 +144,7 @@ def test_a_launcher_that_ends_the_survivors_leaves_nothing_either(calling):
 
 def test_a_rank_that_stands_still_is_named_when_time_is_up(calling):
     """Its process lives, so only the deadline can tell."""
-    job = calling(3, "one", "gather", options=(leave_survivors(),), SPMD_TIMEOUT="1")
+    job = calling(3, "one", "gather", SPMD_TIMEOUT="1")
     begin = job.stop(signal.SIGSTOP, 2)
     said = job.survivors(begin, 2)
     for after, text in said.values():
