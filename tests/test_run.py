@@ -108,7 +108,7 @@ def test_document(made, model, ranks, sizes):
     assert all(isinstance(text, str) for text in document["text"])
     assert len(document["text"]) == len(PROMPTS)
     timing = document["timing"]
-    assert sorted(timing) == ["decode_tokens_per_s", "load_s", "prefill_tokens_per_s", "ttft_ms"]
+    assert sorted(timing) == ["decode_tokens_per_s", "load_s", "prefill_tokens_per_s", "ttft_ms", "tune_s"]
     assert all(value > 0 for value in timing.values())
     assert timing["prefill_tokens_per_s"] == pytest.approx(sum(COUNTS) / timing["ttft_ms"] * 1e3)
     assert 50e6 < document["peak_memory"] < 4e9

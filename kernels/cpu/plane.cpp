@@ -126,7 +126,8 @@ int Plane::fail(int status, int peer) {
     if (broken_ == kDone) {
         broken_ = status, odd = peer;
         // who gives up because another did passes its reason on
-        store_word(mine().gave_up, status == kGivenUp ? load_word(words(peer).gave_up) : stamp(call_, 1 + status));
+        const std::uint64_t own = stamp(call_, static_cast<std::uint32_t>(peer) << 8 | (1 + status));
+        store_word(mine().gave_up, status == kGivenUp ? load_word(words(peer).gave_up) : own);
     }
     return broken_;
 }

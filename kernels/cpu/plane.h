@@ -30,7 +30,7 @@ enum Status : int { kDone, kLate, kDiffers, kDead, kGivenUp, kInterrupted, kClos
 // (two-shot: my part is summed; zero copy: I have read your memory).
 struct alignas(128) Words {
     std::uint64_t arrive;   // pass << 32 | hash
-    std::uint64_t gave_up;  // call << 32 | 1 + status
+    std::uint64_t gave_up;  // call << 32 | the rank it is about << 8 | 1 + status
     std::uint64_t call[2];  // call << 32 | hash, of the latest two calls: a rank may be one ahead of another
     std::uint64_t what[2];  // op << 56 | dtype << 48 | bytes
     alignas(128) std::uint64_t done;  // pass << 32

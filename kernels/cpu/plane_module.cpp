@@ -208,8 +208,8 @@ void bind_plane(nb::module_& m) {
         .def("gave_up",
              [](const Plane& plane, int rank) {
                  const std::uint64_t word = __atomic_load_n(&plane.words(rank).gave_up, __ATOMIC_ACQUIRE);
-                 return std::tuple(word >> 32, static_cast<int>(word & 255) - 1);
-             }, "rank"_a, "(call, status) with which a rank gave up; status -1: it has not")
+                 return std::tuple(word >> 32, static_cast<int>(word & 255) - 1, static_cast<int>(word >> 8 & 0xffffff));
+             }, "rank"_a, "(call, status, rank it is about) of a rank that gave up; status -1: it has not")
         .def_prop_ro("totals",
                      [](const Plane& plane) {
                          std::vector<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>> rows;

@@ -169,13 +169,18 @@ def decide(strategy: AllReduceStrategy, call: Call, limits: Limits) -> Decision:
     if call.dtype not in SUMMED:
         down(f"{call.dtype} is summed by the library")
         return done(Way.LIBRARY, "fp32, bf16 and fp16 are native")
+    in_order = "FORCE_ALL_REDUCE_DETERMINISTIC=1 cannot be kept: MPI adds in an order of its own"
     if limits.away:
-        if limits.two_level:
-            return done(Way.TWO_LEVEL, limits.away)
-        down(f"{limits.away}: the library")
-        return done(Way.LIBRARY, limits.away)
+        way = Way.TWO_LEVEL if limits.two_level else Way.LIBRARY
+        if strategy != AllReduceStrategy.AUTO or way == Way.LIBRARY:
+            down(f"{strategy.name}: {limits.away}: {way}")
+        if deterministic():
+            down(in_order)
+        return done(way, limits.away)
     if call.whole_rows and call.row_bytes > limits.slot_bytes:
         reason = f"a row of {call.row_bytes} bytes does not fit the workspace's {limits.slot_bytes}"
+        if deterministic():
+            down(in_order)
         down(f"{reason}: {limits.overflow}")
         return Decision(Way.LIBRARY, tuple(chain), tuple(downgrades), call.row_bytes)
     if strategy == AllReduceStrategy.TWOSHOT and call.rows < call.ranks:

@@ -11,7 +11,6 @@ import logging
 import os
 import platform
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -154,12 +153,15 @@ def write(ways: dict[str, str]) -> None:
         if stored["version"] == _VERSION:
             machines = dict(stored["machines"])
     machines[machine()] = ways
+    new = file.with_name(f"{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-            json.dump({"version": _VERSION, "machines": machines}, new, indent=1)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(new.name, file)
+        with open(new, "w") as handle:
+            json.dump({"version": _VERSION, "machines": machines}, handle, indent=1)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(new, file)
     except OSError as error:
         _log.warning("cannot keep the tuned table in %s: %s", file, error)
+        with suppress(OSError):
+            new.unlink()

@@ -128,9 +128,10 @@ class Workspace:
         if status == TOO_LONG:
             raise InputError(f"a row does not fit the workspace's {self.plane.slot_bytes} bytes: raise {FORCED}")
         plane, group, odd, number = self.plane, self.group, self.plane.odd, self.plane.call
-        rank, why = group.ranks[odd], status
-        if status == GAVE_UP:
-            number, why = plane.gave_up(odd)
+        why = status
+        if status == GAVE_UP:  # which passes on what the first one found
+            number, why, odd = plane.gave_up(odd)
+        rank = group.ranks[odd]
         for turn in range(_MEETING if why == DIFFERS else 1):  # the others' calls are known when they have come
             calls = [plane.what(index, number) for index in range(group.size)]
             if all(call[0] >= 0 for call in calls):
@@ -146,9 +147,7 @@ class Workspace:
         error: OutOfStepError
         if why == DIFFERS:
             error = DesyncError(difference(texts, group.ranks, here))
-        elif status == GAVE_UP:
-            error = LostRankError(f"{here}: rank {rank} has given up waiting: see what it said")
-        elif status == ENDED:
+        elif why == ENDED:
             error = LostRankError(f"{here}: the process of rank {rank} has ended: see what it said")
         else:
             limit = f"{plane.timeout_s:g} s (SPMD_TIMEOUT)"

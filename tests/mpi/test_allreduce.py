@@ -474,10 +474,10 @@ def arguments(op, shape, dtype, there=("bias", "norm_weight", "norm_pre_residual
 @over(dtype=DTYPES, op=Op)
 def test_fusions(mapping, group, op, dtype):
     n, memory = group.size, symmetric_empty((40 * 1040,), dtype, group)
-    for shape in [(7, 48), (1, 16), (0, 32), (2, 3, 64), (16,), (40, 1040)]:
+    for shape in [(7, 48), (0, 32), (2, 3, 64), (16,), (40, 1040)]:
         x, given = parts(n, shape, dtype), arguments(op, shape, dtype)
         wanted = reference(summed(x), dtype, op, **given)
-        for strategy in EXACT[:5]:
+        for strategy in (S.AUTO, S.MIN_LATENCY, S.TWOSHOT, S.UB):
             ar, params = AllReduce(mapping, strategy), AllReduceParams(fusion_op=op, **given)
             for symmetric in (False, True, False) if strategy == S.UB else (False, False):
                 place = memory[: x[0].numel()].view(shape) if symmetric else torch.empty_like(x[0])
@@ -667,11 +667,11 @@ def test_a_row_that_does_not_fit(fresh, caplog, monkeypatch, n, op):
 
 
 @several
-@over(budget=["1", "1024", "4096", "70000"])
+@over(budget=["1", "1024", "70000"])
 def test_small_workspaces(fresh, budget):
     mapping = fresh(FORCE_ALLREDUCE_KERNEL_WORKSPACE_SIZE=budget, SPMD_TIMEOUT="5")
     group = Distributed.get(mapping).group("tp")
-    for strategy, shape in product(S, [(1,), (5, 3), (40, 16), (3, 100), (700,)]):
+    for strategy, shape in product(S, [(1,), (40, 16), (3, 100), (700,)]):
         ar, x = AllReduce(mapping, strategy), whole(group.size, shape, torch.float32)
         right(group, strategy, ar(x[group.rank].clone()), x)
         got = ar(x[group.rank].clone(), AllReduceParams(fusion_op=Op.RMS_NORM))
@@ -833,7 +833,7 @@ def test_types_and_groups_that_were_not_meant(mapping, group):
 
 
 def by(strategy):
-    return lambda ar: ar(X, AllReduceParams(strategy=strategy))
+    return lambda ar: ar(torch.ones(32, 6), AllReduceParams(strategy=strategy))  # more rows than ranks
 
 
 # what one rank calls, and what the others call

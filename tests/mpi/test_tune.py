@@ -1,8 +1,10 @@
 """Do all ranks of a group have one tuned table, decided by rank 0, kept in its file, and never another result?"""
 
 import logging
+import tempfile
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,15 +21,16 @@ LIMITS = Limits(mailbox_bytes=1 << 16, slot_bytes=1 << 20)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch, caplog):
-    """Every rank has a folder of its own for the file, and no table."""
+def cache(monkeypatch, caplog):
+    """Every rank has a folder of its own for the file (pytest's are cleaned up by all ranks at once), and no table."""
     for name in ("SPMD_DISABLE_ALLREDUCE_AUTOTUNE", "TLLM_DISABLE_ALLREDUCE_AUTOTUNE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SPMD_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("SPMD_CHECK", "0")
     monkeypatch.setenv("SPMD_TIMEOUT", "20")
     caplog.set_level(logging.INFO, "spmd")
-    return tmp_path / "allreduce.json"
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("SPMD_CACHE_DIR", folder)
+        yield Path(folder, "allreduce.json")
 
 
 @pytest.fixture
