@@ -29,7 +29,7 @@ def nodes(*layouts):
     return pytest.mark.parametrize("dist", params, indirect=True, scope="module")
 
 
-EQUAL = ((2, "2x1"), (3, "3x1"), (4, "2x2"), (4, "4x1"), (8, "2x4"), (8, "4x2"))
+EQUAL = ((2, "2x1"), (3, "3x1"), (4, "2x2"), (4, "4x1"), (8, "2x4"))
 UNEQUAL = ((3, "2x2"), (4, "2x3"), (5, "2x3"), (5, "2x4"), (8, "3x3"))
 equal, unequal, several_hosts = nodes(*EQUAL), nodes(*UNEQUAL), nodes(*EQUAL, *UNEQUAL)
 
@@ -40,7 +40,9 @@ def dist(request):
     world = mpi.world()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPMD_NODES", request.param)
-        made = Distributed.get(Mapping(world.size, world.rank, tp_size=world.size))
+        mapping = Mapping(world.size, world.rank, tp_size=world.size)
+        Distributed.get(mapping).close()  # whose groups are of the hosts that there are
+        made = Distributed.get(mapping)
         yield made
         made.close()
 
