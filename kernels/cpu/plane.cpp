@@ -280,6 +280,7 @@ int Plane::all_reduce(Algorithm ordinary, Algorithm symmetric, const Rows& rows,
     const std::int64_t row_bytes = rows.n * size_of(rows.dtype);
     if (algorithm == kLamport ? bytes > mailbox_bytes() : !shared && row_bytes > slot_bytes_) return kTooLong;
     std::uint64_t signature = algorithm;
+    if (shared && rows.out == rows.in && !rows.e) signature |= 16;  // in place: another protocol
     if (shared) signature |= (reinterpret_cast<std::uintptr_t>(rows.in) - shared->addresses[rank_]) << 8 |
                              std::uint64_t(shared->id + 1) << 48;
     if (const int status = begin(kAllReduce, bytes, rows.dtype, signature)) return status;

@@ -37,8 +37,9 @@ def enabled() -> bool:
 
 @dataclass
 class _Table:
-    """A group's table."""
+    """A group's table; one that is not enabled stays empty."""
 
+    enabled: bool
     ways: dict[str, str] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -47,13 +48,15 @@ class _Table:
 
 def table(group: Group) -> dict[str, str]:
     """The group's table, at first what the file of rank 0 holds; collective the first time."""
-    if not enabled():
-        return {}
+    return _table(group).ways
+
+
+def _table(group: Group) -> _Table:
     kept = group.kept.get("tuned")
-    if not isinstance(kept, _Table):
-        stored = _tell(group, json.dumps(read()) if group.rank == 0 else "")
-        kept = group.kept["tuned"] = _Table(json.loads(stored))
-    return kept.ways
+    if not isinstance(kept, _Table):  # rank 0 says whether there is one, for ranks with another environment as well
+        mine = [enabled(), read() if enabled() else {}] if group.rank == 0 else None
+        kept = group.kept["tuned"] = _Table(*json.loads(_tell(group, json.dumps(mine))))
+    return kept
 
 
 def tune(
@@ -64,9 +67,10 @@ def tune(
     run(call, way) prepares one call and returns what does it. Returns the seconds it took. Every rank passes the same
     calls. Only rank 0 writes the file.
     """
-    begin, ways = monotonic_ns(), table(group)
-    if not enabled():
+    begin, kept = monotonic_ns(), _table(group)
+    if not kept.enabled:
         return 0.0
+    ways = kept.ways
     new = {}
     for call in calls:
         key = table_key(call)
@@ -75,7 +79,7 @@ def tune(
             times = [_time(group, run(call, way)) for way in choices]
             slowest = group.allgather_int64(times).max(axis=0)  # the same on every rank: rank 0's word is everybody's
             new[key] = str(choices[int(slowest.argmin())])
-    ways |= new
+    ways.update(new)
     workspace = group.kept.get("workspace")
     if new and isinstance(workspace, Workspace):
         for user in list(workspace.users):  # what some ranks remember the others may now decide anew
