@@ -110,9 +110,11 @@ class Decoder:
         over the stage's tp group. Returns the seconds it took, 0 where all is known."""
         if self.mapping.tp_size == 1 or not self.layers:
             return 0.0
+        all_reduce = self.layers[0].attention.o_proj.all_reduce
+        all_reduce.lend((max(rows), self.config.hidden), self.dtype)  # the largest first: none grows in a forward
         shapes = [(count, self.config.hidden) for count in dict.fromkeys(rows) if not overlap.worth(count)]
         fused = [(shape, self.dtype, AllReduceFusionOp.RESIDUAL_RMS_NORM, True) for shape in shapes]
-        return self.layers[0].attention.o_proj.all_reduce.tune(fused)
+        return all_reduce.tune(fused)
 
     def new_caches(self, slots: int, max_length: int) -> list[KvCache]:
         """An empty KV cache for each layer of this stage."""
