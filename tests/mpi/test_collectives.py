@@ -271,7 +271,7 @@ LARGE = {
 }
 
 
-@several
+@pytest.mark.ranks(2, 3, 5)
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
 def test_messages_of_any_length(group, path, shape):
     n, rank, (rows, width) = group.size, group.rank, shape
