@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <ctime>
 #include <poll.h>
 #include <sched.h>
 
@@ -42,35 +41,6 @@ inline std::int64_t size_of(int dtype) { return dtype == kFloat32 ? 4 : dtype ==
 inline std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
 
 }  // namespace
-
-std::int64_t monotonic_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-}
-
-void cpu_pause() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-// One turn of a wait. The first turns keep the core (the answer is usually a cache line away), the next ones give it
-// up to whoever can run, later ones sleep: with more ranks than cores a spinning rank delays the one it waits for.
-void relax(std::int64_t turn) {
-    constexpr std::int64_t kPauseTurns = 32, kYieldTurns = 4096;
-    constexpr long kSleepNs = 50'000;
-    if (turn < kPauseTurns) {
-        for (int i = 0; i < 16; ++i) cpu_pause();
-    } else if (turn < kYieldTurns) {
-        sched_yield();
-    } else {
-        timespec nap{0, kSleepNs};
-        nanosleep(&nap, nullptr);
-    }
-}
 
 Plane::Plane(int rank, const std::vector<std::uintptr_t>& regions, const std::vector<int>& processes,
              std::int64_t mailbox_bytes, std::int64_t slot_bytes, bool crowded)

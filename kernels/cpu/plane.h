@@ -15,10 +15,10 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "cpu/data.h"
+#include "cpu/waits.h"
 
 namespace spmd {
 
@@ -65,10 +65,6 @@ struct Event {
     int op;
     std::int64_t bytes, start_ns, end_ns;
 };
-
-std::int64_t monotonic_ns();
-void cpu_pause();
-void relax(std::int64_t turn);
 
 class Plane {
 public:
