@@ -40,6 +40,7 @@ bench: $(STAMP) $(MODEL)
 	$(PY) bench/decode.py --model $(MODEL)
 	$(PY) bench/allreduce.py --with-impi
 	$(PY) bench/allreduce.py --with-impi --fused
+	$(PY) bench/exchange.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

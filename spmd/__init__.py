@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spmd.collectives.allreduce import AllReduce, AllReduceParams
+    from spmd.collectives.allreduce import AllReduce
+    from spmd.collectives.epilogue import AllReduceParams
     from spmd.collectives.exchange import exchange
     from spmd.collectives.fusion import AllReduceFusionOp
     from spmd.collectives.gather import allgather, alltoall, cp_allgather, reducescatter
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AllReduce": "spmd.collectives.allreduce",
     "AllReduceFusionOp": "spmd.collectives.fusion",
-    "AllReduceParams": "spmd.collectives.allreduce",
+    "AllReduceParams": "spmd.collectives.epilogue",
     "AllReduceStrategy": "spmd.collectives.strategy",
     "CpType": "spmd.topology.mapping",
     "Distributed": "spmd.control.distributed",

@@ -15,6 +15,8 @@ import pytest
 os.environ.setdefault("SPMD_CHECK", "1")
 os.environ.setdefault("SPMD_TIMEOUT", "60")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# not the user's tuned table
+os.environ.setdefault("SPMD_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "cache"))
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 

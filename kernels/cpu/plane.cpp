@@ -338,8 +338,10 @@ int Plane::pass_rows(const RowMap& map, const Rows& rows, Shared* shared) {
         }
     }
     if (!shared) return kDone;
-    shared->read_in = call_;
-    if (shared->lent) return kDone;
+    if (shared->lent) {
+        shared->read_in = call_;
+        return kDone;
+    }
     store_word(mine().done, stamp(pass_, 0));
     return wait_done(pass_);
 }
@@ -412,8 +414,7 @@ int Plane::two_shot(const Rows& rows, std::int64_t count, Shared* shared) {
             if (their_begin < their_end) sum_rows(rows, from + their_begin, &summed, 1, their_end - their_begin, stream);
         }
     }
-    if (shared) shared->read_in = call_;  // all reads of it ended before the last `done`
-    return kDone;
+    return kDone;  // every read of symmetric memory ended before its reader's `done`
 }
 
 // Zero copy: everybody sums its part of what lies in symmetric memory and writes the sum to all.
@@ -428,7 +429,6 @@ int Plane::in_place(const Rows& rows, std::int64_t count, Shared& shared) {
     void* everywhere[kMaxRanks];
     for (int r = 0; r < size_; ++r) everywhere[r] = reinterpret_cast<void*>(shared.addresses[r] + offset + begin * size);
     data.sum_everywhere(everywhere, size_, end - begin, rows.dtype);
-    shared.read_in = call_;
     store_word(mine().done, stamp(pass_, 0));
     return wait_done(pass_);
 }

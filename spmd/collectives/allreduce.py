@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -12,8 +12,10 @@ import spmd._cpu as _cpu
 from spmd.collectives import fusion, library, tune
 from spmd.collectives.arguments import NAMES, check, describe, refuse
 from spmd.collectives.cpu import DTYPES
+from spmd.collectives.epilogue import AllReduceParams, Finish
 from spmd.collectives.fusion import AllReduceFusionOp
 from spmd.collectives.strategy import NATIVE, AllReduceStrategy, Call, Decision, Limits, Way, decide
+from spmd.collectives.stream import Stream
 from spmd.collectives.two_level import TwoLevel
 from spmd.control.adopt import Adoptable, TorchGroup, adopt
 from spmd.control.distributed import Distributed
@@ -30,43 +32,6 @@ _logged: set[tuple[str, str]] = set()  # downgrades that have been told
 _COPIED = 15  # the kernel's number for "treat symmetric memory as ordinary"
 
 
-@dataclass(slots=True)
-class AllReduceParams:
-    """What one call asks for.
-
-    strategy: overrules the layer's unless AUTO. fusion_op: what follows the sum; the tensors it needs: residual (of the
-    input's shape), norm_weight and norm_pre_residual_weight [n], bias [n] (added to the sum), scale fp32 [1] of the
-    quantisation. norm_weight_offset: 1.0 where the norm multiplies by 1 + weight, as Gemma's does.
-    enable_allreduce=False leaves the sum unfinished: somebody else completes it, a reduce-scatter for example.
-    trigger_completion_at_end: on GPUs, when a dependent launch is released; no effect on the CPU.
-    """
-
-    strategy: AllReduceStrategy = AllReduceStrategy.AUTO
-    fusion_op: AllReduceFusionOp = AllReduceFusionOp.NONE
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    norm_weight: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
-    norm_pre_residual_weight: torch.Tensor | None = None
-    eps: float = 1e-6
-    enable_allreduce: bool = True
-    trigger_completion_at_end: bool = True
-    norm_weight_offset: float = 0.0
-    _plan: _Plan | None = field(default=None, repr=False, compare=False)
-
-    def has_affine(self) -> int:
-        """1 when the norm has a weight. These three choose the kernel's variant: an absent tensor is never read."""
-        return int(self.norm_weight is not None)
-
-    def has_bias(self) -> int:
-        """1 when a bias is added."""
-        return int(self.bias is not None)
-
-    def has_scale(self) -> int:
-        """1 when the quantisation has a scale."""
-        return int(self.scale is not None)
-
-
 _NORM_AND_RESIDUAL = (
     AllReduceFusionOp.RESIDUAL_RMS_NORM,
     AllReduceFusionOp.LAST_PROCESS_FOR_UB,
@@ -75,7 +40,7 @@ _NORM_AND_RESIDUAL = (
 
 
 @dataclass(slots=True)
-class _Plan:
+class Plan:
     """What stays the same from one fused call of a layer to the next; kept in its parameters."""
 
     owner: AllReduce
@@ -130,78 +95,6 @@ class _Plan:
         return 0
 
 
-class Finish:
-    """The epilogue of one call: its tensors checked, its outputs made, all as the kernels take them.
-
-    outputs: what to write to instead of new tensors, in the documented order; shape: of the result, x's by default.
-    """
-
-    def __init__(
-        self,
-        params: AllReduceParams,
-        x: torch.Tensor,
-        group: Group,
-        outputs: Sequence[torch.Tensor] | None = None,
-        shape: torch.Size | None = None,
-    ) -> None:
-        op, n = params.fusion_op, x.shape[-1] if x.dim() else 1
-        shape = x.shape if shape is None else shape
-        rows = shape.numel() // max(n, 1)
-        names = fusion.OUTPUTS[op]
-        residual = params.residual if op in fusion.NEED_RESIDUAL else None
-        if op in fusion.NEED_RESIDUAL and residual is None:
-            refuse("all_reduce", group, f"{op.name} needs a residual")
-        self._keep: list[torch.Tensor] = []
-        at = {
-            "residual": self._address(group, "residual", residual, x.dtype, shape),
-            "bias": self._address(group, "bias", params.bias, x.dtype, (n,)),
-            "weight": self._address(group, "norm_weight", params.norm_weight, x.dtype, (n,)),
-            "pre": self._address(group, "norm_pre_residual_weight", params.norm_pre_residual_weight, x.dtype, (n,)),
-            "scale": self._address(group, "scale", params.scale, torch.float32, (1,)),
-        }
-        if op in fusion.NEED_SCALE and params.scale is None:
-            refuse("all_reduce", group, f"{op.name} needs a scale: fp32 [1]")
-        if "scale" in names and n % fusion.BLOCK:
-            refuse("all_reduce", group, f"{op.name} of rows of {n}: they need whole blocks of {fusion.BLOCK}")
-        fresh = fusion.empty_outputs(op, x if shape == x.shape else x.new_empty(shape))
-        made = dict(zip(names, fresh if outputs is None else outputs, strict=True))
-        for name, wanted in zip(names, fresh, strict=True):
-            got = made[name]
-            if got.dtype != wanted.dtype or got.shape != wanted.shape or not got.is_contiguous():
-                refuse("all_reduce", group, f"out for {name} is {describe(got)}, but the result {describe(wanted)}")
-        self.result = tuple(made[name] for name in names)
-        self.rows, self.op, self.x_dtype, self.n, self.weight = rows, op, x.dtype, n, at["weight"]
-        self.fixed = _cpu.Epilogue(
-            op,
-            DTYPES[x.dtype],
-            n,
-            at["bias"],
-            at["weight"],
-            at["pre"],
-            at["scale"],
-            params.eps,
-            params.norm_weight_offset,
-        )
-        outs = [made[name].data_ptr() if name in made else 0 for name in ("norm", "residual", "quant", "scale")]
-        self.addresses = (at["residual"], *outs)
-
-    def _address(
-        self, group: Group, name: str, x: torch.Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]
-    ) -> int:
-        if x is None:
-            return 0
-        if x.dtype != dtype or x.shape != shape or not x.is_cpu:
-            refuse("all_reduce", group, f"{name} is {describe(x)}, but needs {NAMES[dtype]}{list(shape)}")
-        x = x.contiguous()
-        self._keep.append(x)
-        return x.data_ptr()
-
-    def local(self, total: torch.Tensor) -> None:
-        """Do it to a finished sum of the input's type: no communication."""
-        total = total.contiguous()
-        _cpu.finish(total.data_ptr(), self.rows, self.fixed, *self.addresses)
-
-
 class AllReduce:
     """Sum x over a group of ranks, and finish it: `ar(x)` or `ar(x, AllReduceParams(fusion_op=..., ...))`.
 
@@ -232,7 +125,6 @@ class AllReduce:
         if (mapping is None) == (group is None):
             raise InputError("AllReduce takes a mapping or a group: give one of them")
         self.mapping, self.strategy, self.dtype, self._overflow = mapping, strategy, dtype, overflow
-        self._given = group
         self._group: Group | None = None if group is None else adopt(group)
         self._workspace: Workspace | None = None
         self._two_level: TwoLevel | None = None
@@ -332,11 +224,11 @@ class AllReduce:
         if all_reduce_params is not None:
             plan = all_reduce_params._plan
             if plan is not None and plan.fits(self, all_reduce_params):
-                outputs = (torch.empty_like(x), torch.empty_like(x)) if out is None else tuple(out)
-                two = len(outputs) == 2
+                outputs = (torch.empty_like(x), torch.empty_like(x)) if out is None else out
+                two = isinstance(outputs, tuple) and len(outputs) == 2
                 status = plan.run(shortcuts, x, all_reduce_params.residual, *outputs) if two else -1
                 if status == 0:
-                    return outputs
+                    return outputs  # type: ignore[return-value]
                 if status > 0:
                     self._workspace.fail(status)  # type: ignore[union-attr]
         elif shortcuts is not None:
@@ -406,20 +298,16 @@ class AllReduce:
                 _log.warning("all_reduce on %s: %s", group.name, reason)
         if decision.too_small and self._overflow == "error":
             needed = decision.too_small * SLOTS_OF_BUDGET
-            refuse(
-                "all_reduce",
-                group,
-                f"{decision.chain[-1]}: set {FORCED} to {needed} bytes or more",
-            )
+            refuse("all_reduce", group, f"{decision.chain[-1]}: set {FORCED} to {needed} bytes or more")
         if finish is None:
             made = self._sum(source, out, decision, symmetric)  # type: ignore[arg-type]
             rowless = self.strategy != AllReduceStrategy.TWOSHOT  # whose way depends on how many rows there are
             if x is source and params.strategy == AllReduceStrategy.AUTO and rowless and not group.checked:
-                self._remember(x)
+                self._remember_sum(x)
             return made
         self.finished(source, finish, decision.way, symmetric)
         if op in _NORM_AND_RESIDUAL and params.bias is None and not group.checked:
-            self._plan(x, params, finish)
+            self._remember_fused(x, params, finish)
         return finish.result[0] if one else finish.result
 
     def _is_symmetric(self, x: torch.Tensor) -> bool:
@@ -431,7 +319,11 @@ class AllReduce:
         if way in NATIVE:
             assert self._workspace is not None
             status = self._workspace.plane.all_reduce_rows(
-                x.data_ptr(), finish.rows, _how(way, symmetric, x.dtype), finish.fixed, *finish.addresses
+                x.data_ptr(),
+                finish.rows,
+                _how(way, way if symmetric else None, x.dtype),
+                finish.fixed,
+                *finish.addresses,
             )
             if status:
                 self._workspace.fail(status)
@@ -443,35 +335,35 @@ class AllReduce:
         if decision.way in NATIVE and x.dtype in DTYPES:
             assert self._workspace is not None
             target = out if out is not None and out.is_contiguous() else torch.empty_like(x)
-            how = _how(decision.way, symmetric, x.dtype)
+            how = _how(decision.way, decision.way if symmetric else None, x.dtype)
             if x.numel():
                 status = self._workspace.plane.all_reduce(x.data_ptr(), target.data_ptr(), x.numel(), how)
                 if status:
                     self._workspace.fail(status)
         else:
-            target = x if decision.way == Way.NOTHING else self._elsewhere(x, decision.way)
+            target = self._elsewhere(x, decision.way)
         return target if out is None or target is out else out.copy_(target)
 
-    def _remember(self, x: torch.Tensor) -> None:
+    def _remember_sum(self, x: torch.Tensor) -> None:
         """How plain sums of this size are made, in ordinary and in symmetric memory, for the next call."""
         ways = [self.decide(x.shape, x.dtype, None, symmetric).way for symmetric in (False, True)]
         if self._workspace is not None and x.numel() and x.dtype in DTYPES and all(way in NATIVE for way in ways):
-            how = _how(ways[0], False, x.dtype) & ~0xF0 | _how(ways[1], True, x.dtype) & 0xF0
+            how = _how(ways[0], ways[1], x.dtype)
             self._shortcuts = self._shortcuts or _cpu.Shortcuts(self._workspace.plane, torch.Tensor)
             self._shortcuts.remember(DTYPES[x.dtype], x.numel(), how)
 
-    def _plan(self, x: torch.Tensor, p: AllReduceParams, finish: Finish) -> None:
+    def _remember_fused(self, x: torch.Tensor, p: AllReduceParams, finish: Finish) -> None:
         """What the next call with these parameters and a tensor like x can take over."""
         if p.norm_weight is None or not p.norm_weight.is_contiguous():
             return
         fixed = (self, p.norm_weight, p.strategy, p.eps, p.norm_weight_offset, x.numel())
         ways = [self.decide(x.shape, x.dtype, p, symmetric).way for symmetric in (False, True)]
         if ways == [Way.NOTHING] * 2:
-            p._plan = _Plan(*fixed, 0, finish, None)
+            p._plan = Plan(*fixed, 0, finish, None)
         elif self._workspace is not None and all(way in NATIVE for way in ways):
-            how = _how(ways[0], False, x.dtype) & ~0xF0 | _how(ways[1], True, x.dtype) & 0xF0
+            how = _how(ways[0], ways[1], x.dtype)
             self._shortcuts = self._shortcuts or _cpu.Shortcuts(self._workspace.plane, torch.Tensor)
-            p._plan = _Plan(*fixed, how, finish, self._shortcuts)
+            p._plan = Plan(*fixed, how, finish, self._shortcuts)
 
     def _elsewhere(self, x: torch.Tensor, way: Way) -> torch.Tensor:
         if isinstance(self.group, TorchGroup):
@@ -500,49 +392,7 @@ class AllReduce:
             refuse("all_reduce", group, f"made for {self.dtype}, but the tensor is {describe(x)}")
 
 
-class Stream:
-    """Rows [T, n] of one all-reduce, written part by part to `input` and summed one part behind."""
-
-    def __init__(self, workspace: Workspace, lent: torch.Tensor, params: AllReduceParams | None, group: Group) -> None:
-        self.input, self._workspace = lent, workspace
-        self._finish = None if params is None else Finish(params, lent, group)
-        self._out = torch.empty_like(lent) if self._finish is None else self._finish.result[0]
-        self._parts: list[slice] = []
-        self._summed = 0
-        self._check(workspace.plane.start(lent.nbytes, DTYPES[lent.dtype], lent.data_ptr()))
-
-    def _check(self, status: int) -> None:
-        if status:
-            self._workspace.fail(status)
-
-    def publish(self, rows: slice) -> None:
-        """These rows of `input` are there; the part before them is summed now."""
-        self._workspace.plane.publish()
-        self._parts.append(rows)
-        if len(self._parts) > 1:
-            self._sum()
-
-    def _sum(self) -> None:
-        number, plane, at = self._summed, self._workspace.plane, self.input.data_ptr()
-        rows = self._parts[number]
-        self._summed += 1
-        first, count = rows.start, rows.stop - rows.start
-        if self._finish is None:
-            n, code = self.input.shape[1], DTYPES[self.input.dtype]
-            self._check(plane.complete(number, at, self._out.data_ptr(), n, code, first, count))
-        else:
-            self._check(plane.complete_rows(number, at, first, count, self._finish.fixed, *self._finish.addresses))
-
-    def finish(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Sum the last part. Returns what the all-reduce returns."""
-        while self._summed < len(self._parts):
-            self._sum()
-        if self._finish is None or len(self._finish.result) == 1:
-            return self._out
-        return self._finish.result
-
-
-def _how(way: Way, symmetric: bool, dtype: torch.dtype) -> int:
-    """The kernel's number: ordinary way, way in symmetric memory, dtype."""
-    number = NATIVE.index(way)
-    return number | (number if symmetric else _COPIED) << 4 | DTYPES[dtype] << 8
+def _how(ordinary: Way, symmetric: Way | None, dtype: torch.dtype) -> int:
+    """The kernel's number: the way in ordinary memory, in symmetric memory (None: as in ordinary), the dtype."""
+    second = _COPIED if symmetric is None else NATIVE.index(symmetric)
+    return NATIVE.index(ordinary) | second << 4 | DTYPES[dtype] << 8

@@ -13,9 +13,9 @@ from functools import lru_cache
 import torch
 
 from spmd.collectives import fusion
-from spmd.collectives.allreduce import AllReduceParams, Finish
 from spmd.collectives.arguments import check, describe, refuse
 from spmd.collectives.cpu import DTYPES, Piece, row_map, run, signature_of
+from spmd.collectives.epilogue import AllReduceParams, Finish
 from spmd.control.mpi import Group
 from spmd.control.record import OPS
 from spmd.memory.workspace import FORCED, Workspace

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from spmd.collectives.allreduce import AllReduce, AllReduceParams
+from spmd.collectives.allreduce import AllReduce
 from spmd.collectives.arguments import describe, refuse
+from spmd.collectives.epilogue import AllReduceParams
 from spmd.collectives.fusion import AllReduceFusionOp
 
 

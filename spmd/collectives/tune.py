@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import statistics
+import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -157,15 +158,17 @@ def write(ways: dict[str, str]) -> None:
         if stored["version"] == _VERSION:
             machines = dict(stored["machines"])
     machines[machine()] = ways
-    new = file.with_name(f"{file.name}.{os.getpid()}")
+    new = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(new, "w") as handle:
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as handle:
+            new = Path(handle.name)
             json.dump({"version": _VERSION, "machines": machines}, handle, indent=1)
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(new, file)
     except OSError as error:
         _log.warning("cannot keep the tuned table in %s: %s", file, error)
-        with suppress(OSError):
-            new.unlink()
+        if new is not None:
+            with suppress(OSError):
+                new.unlink()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spmd.collectives.allreduce import AllReduceParams
+from spmd.collectives.epilogue import AllReduceParams
 from spmd.collectives.fusion import AllReduceFusionOp
 from spmd.models.config import ModelConfig
 from spmd.models.weights import Checkpoint

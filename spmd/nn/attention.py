@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from spmd.collectives.allreduce import AllReduceParams
+from spmd.collectives.epilogue import AllReduceParams
 from spmd.errors import InputError
 from spmd.nn.linear import Linear, Source, TensorParallelMode
 from spmd.nn.norm import RMSNorm

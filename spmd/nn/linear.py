@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from spmd.collectives import gather
-from spmd.collectives.allreduce import AllReduce, AllReduceParams
+from spmd.collectives.allreduce import AllReduce
+from spmd.collectives.epilogue import AllReduceParams
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.errors import InputError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spmd.collectives.allreduce import AllReduceParams
+from spmd.collectives.epilogue import AllReduceParams
 from spmd.collectives.fusion import AllReduceFusionOp
 from spmd.nn import rows
 

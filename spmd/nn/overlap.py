@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from spmd.collectives.allreduce import AllReduce, AllReduceParams
+from spmd.collectives.allreduce import AllReduce
+from spmd.collectives.epilogue import AllReduceParams
 
 ROWS = 64  # of a part
 _MIN_PARTS = 2
