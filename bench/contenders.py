@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from jobs import DTYPES, EPS, HIDDEN, pin
+from jobs import ALONE, DTYPES, EPS, HIDDEN, pin
 from mpi4py import MPI
 
 PROBE_CHUNKS = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10)
@@ -133,11 +133,17 @@ def ours(rank: Rank) -> Iterator[Row]:
         residual, weight = rank.tensor(n).view(-1, HIDDEN), torch.linspace(0.5, 1.5, HIDDEN).to(x.dtype)
         rank.fill(residual.data_ptr(), n, 0, rank.ranks)
         fusion = spmd.AllReduceFusionOp.RESIDUAL_RMS_NORM
-        params = spmd.AllReduceParams(fusion_op=fusion, residual=residual, norm_weight=weight, eps=EPS)
-        check = partial(fused_wrong, rank, residual.clone(), weight)
-        for name, source in (("fused", x), ("fused symmetric", shared)):
-            call = partial(all_reduce, source.view(-1, HIDDEN), params)
-            yield name, n, rank.measure(n, Contender(source.data_ptr(), call, check))
+        check, out = partial(fused_wrong, rank, residual.clone(), weight), (y.view_as(residual), residual.clone())
+        alone = spmd.AllReduce(group=MPI.COMM_SELF)
+        variants = [("fused", x, all_reduce, check), ("fused symmetric", shared, all_reduce, check)]
+        for name, source, layer, wrong in [*variants, (ALONE, x, alone, no_check)]:
+            params = spmd.AllReduceParams(fusion_op=fusion, residual=residual, norm_weight=weight, eps=EPS)
+            call = partial(layer, source.view(-1, HIDDEN), params, out=out)
+            yield name, n, rank.measure(n, Contender(source.data_ptr(), call, wrong))
+
+
+def no_check(iteration: int, result: Any) -> int:
+    return 0
 
 
 def fused_wrong(rank: Rank, residual: Any, weight: Any, iteration: int, result: Any) -> int:
@@ -160,14 +166,14 @@ def add_norm(rank: Rank) -> Iterator[Row]:
 
     for n in rank.args.sizes:
         x, residual = rank.tensor(n).view(-1, HIDDEN), rank.tensor(n).view(-1, HIDDEN)
-        weight = torch.ones(HIDDEN, dtype=x.dtype)
+        weight, total = torch.ones(HIDDEN, dtype=x.dtype), torch.empty_like(x)
 
-        def call(x: Any = x, residual: Any = residual, weight: Any = weight) -> Any:
-            total = torch.add(x, residual)
+        def call(x: Any = x, residual: Any = residual, weight: Any = weight, total: Any = total) -> Any:
+            torch.add(x, residual, out=total)
             return torch.nn.functional.rms_norm(total, (HIDDEN,), weight, EPS), total
 
         with torch.inference_mode():
-            yield "add+norm", n, rank.measure(n, Contender(x.data_ptr(), call, lambda *_: 0))
+            yield "add+norm", n, rank.measure(n, Contender(x.data_ptr(), call, no_check))
 
 
 def mpi(rank: Rank) -> Iterator[Row]:

@@ -15,6 +15,7 @@ constexpr std::int64_t kHeader = 4096;
 constexpr std::int64_t kSlots = 4, kMailboxes = 3;
 constexpr std::int64_t kSpin = 3000, kSpinCrowded = 30;  // polls before a wait gives its core away
 constexpr std::int64_t kPolls = 64;                     // and before it pauses between polls: pauses are long
+constexpr std::int64_t kStores = 64 * kLine;            // what a core's store buffer takes without delay
 constexpr std::int64_t kYieldNs = 20'000'000;           // and before it sleeps between polls
 constexpr long kNapNs = 50'000;
 
@@ -433,8 +434,11 @@ int Plane::in_place(const Rows& rows, std::int64_t count, Shared& shared) {
     return wait_done(pass_);
 }
 
-// Source: NCCL's LL protocol idea of data that is its own flag, in the triple-buffer form of TensorRT-LLM: the word -0.0
-// means "not written". The mailbox of the call before last is clear again when the next call's data is visible.
+// Source: NCCL's LL protocol idea of data that is its own flag, in the rotating buffers of TensorRT-LLM: the word -0.0 means
+// "not written". Who begins call c has read what call c - 2 wrote; so at the end of a call the buffer of the call before
+// becomes empty again, as far as stores cost nothing there, and the rest of it while the next call waits. Lines that a
+// peer has read cost as much to write as to read: that doubles the time of a call, in any order of these steps. A peer that
+// is one call ahead may look at what the rest becomes empty in, but not past the first line, which is.
 int Plane::lamport(const Rows& rows, std::int64_t count) {
     const DataKernels& data = data_kernels();
     const std::int64_t n = count * rows.n, bytes = n * size_of(rows.dtype);
@@ -444,6 +448,8 @@ int Plane::lamport(const Rows& rows, std::int64_t count) {
     auto head = [&](int r) { return reinterpret_cast<std::uint32_t*>(mailbox(r, turn)); };
     __atomic_store_n(head(rank_), call, __ATOMIC_RELEASE);
     data.post(mailbox(rank_, turn) + kLine, rows.in, bytes);
+    const std::int64_t cleared = std::min(kStores, spent_);
+    data.clear(mailbox(rank_, turn + kMailboxes - 2) + cleared, spent_ - cleared);
     const void* buffers[kMaxRanks];
     for (int r = 0; r < size_; ++r) buffers[r] = r == rank_ ? rows.in : mailbox(r, turn) + kLine;
     for (int k = 1; k < size_; ++k) {
@@ -467,8 +473,8 @@ int Plane::lamport(const Rows& rows, std::int64_t count) {
     const Mailboxes from{buffers, size_, rank_, late, &waiting};
     if (!data.collect(from, rows.out, n, rows.dtype, rows.e, rows.e ? scratch(round_up(n, kLine)) : nullptr))
         return broken_;
-    data.clear(mailbox(rank_, turn + kMailboxes - 1), posted_);  // all have begun this call: that one is read
-    posted_ = bytes + kLine;
+    data.clear(mailbox(rank_, turn + kMailboxes - 1), std::min(kStores, posted_));  // all have begun this call: it is read
+    spent_ = posted_, posted_ = bytes + kLine;
     return kDone;
 }
 

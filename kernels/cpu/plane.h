@@ -153,7 +153,7 @@ private:
     bool crowded_;
     std::uint32_t pass_ = 0, call_ = 0, hash_ = 0, post_ = 0;
     std::uint32_t started_ = 0;  // the pass before the first of a message whose rows are still being made
-    std::int64_t posted_ = 0;  // bytes in the mailbox before this one
+    std::int64_t posted_ = 0, spent_ = 0;  // bytes in the mailboxes of the call before and the one before that
     int broken_ = kDone;
     RowMap everyone_;  // all-reduce as a row map
     std::vector<float> scratch_;

@@ -107,32 +107,37 @@ Epilogue epilogue(int op, int dtype, std::int64_t n, Address bias, Address weigh
     return e;
 }
 
-// Calls like one that was made before. It is known by the size and type of its tensors, so nothing is asked of Python.
-class Shortcuts {
+// An object that is called with a tensor and an output, and sums one into the other without asking Python anything, once
+// it remembers how such a call is made: it is known by the size and type of its tensors. All other calls, and those that
+// fail, go to the methods `_call` and `_fail` of the Python class made of it.
+class CallCache {
 public:
-    Shortcuts(Plane& plane, nb::type_object tensor) : plane_(plane), tensor_(tensor) {}
+    explicit CallCache(nb::type_object tensor) : tensor_(tensor) {}
 
-    void remember(int dtype, std::int64_t elements, int how) { ways_.push_back({dtype, elements, how}); }
-    void forget() { ways_.clear(); }
+    void remember(Plane& plane, int dtype, std::int64_t elements, int how) {
+        plane_ = &plane;
+        ways_.push_back({dtype, elements, how});
+    }
+    void forget() { ways_.clear(), plane_ = nullptr; }
 
     // -1: not known.
     int sum(nb::handle x, nb::handle out) {
         DLTensor in, to;
         int dtype, out_dtype;
         std::int64_t n, out_n;
-        if (!tensor_.read(x, in, dtype, n)) return -1;
+        if (ways_.empty() || !tensor_.read(x, in, dtype, n)) return -1;
         if (out.ptr() == x.ptr())
             to = in;
         else if (!tensor_.read(out, to, out_dtype, out_n) || out_dtype != dtype || !TensorType::same_shape(in, to))
             return -1;
         for (const Way& way : ways_)
             if (way.elements == n && way.dtype == dtype)
-                return all_reduce(plane_, TensorType::address(in), TensorType::address(to), n, way.how);
+                return all_reduce(*plane_, TensorType::address(in), TensorType::address(to), n, way.how);
         return -1;
     }
 
     // As all_reduce_rows, where `weight` is still what `fixed` says.
-    int rows(const Epilogue& fixed, int how, std::int64_t elements, nb::handle x, nb::handle weight,
+    int rows(Plane& plane, const Epilogue& fixed, int how, std::int64_t elements, nb::handle x, nb::handle weight,
              nb::handle residual, nb::handle out, nb::handle residual_out) {
         DLTensor t[5];
         const nb::handle tensors[] = {x, residual, out, residual_out, weight};
@@ -145,8 +150,21 @@ public:
         if (t[0].ndim == 0 || t[0].shape[t[0].ndim - 1] != fixed.n || t[4].ndim != 1) return -1;
         if (at(TensorType::address(t[4])) != fixed.weight) return -1;
         auto address = [&](int k) { return TensorType::address(t[k]); };
-        return all_reduce_rows(plane_, address(0), elements / fixed.n, how, fixed, address(1), address(2), address(3), 0,
+        return all_reduce_rows(plane, address(0), elements / fixed.n, how, fixed, address(1), address(2), address(3), 0,
                                0);
+    }
+
+    // self(x, out=...), or whatever else
+    static PyObject* called(PyObject* self, PyObject* args, PyObject* keywords) {
+        static PyObject* const name_of_out = PyUnicode_InternFromString("out");
+        if (keywords && PyTuple_GET_SIZE(args) == 1 && PyDict_GET_SIZE(keywords) == 1) {
+            PyObject* out = PyDict_GetItem(keywords, name_of_out);
+            const int status = out ? instance(self)->sum(PyTuple_GET_ITEM(args, 0), out) : -1;
+            if (status == 0) return Py_NewRef(out);
+            if (status > 0) return PyObject_CallMethod(self, "_fail", "i", status);
+        }
+        nb::object call = nb::steal(PyObject_GetAttrString(self, "_call"));
+        return call.is_valid() ? PyObject_Call(call.ptr(), args, keywords) : nullptr;
     }
 
 private:
@@ -155,10 +173,22 @@ private:
         std::int64_t elements;
         int how;
     };
-    Plane& plane_;
+    static CallCache* instance(PyObject* self) { return nb::inst_ptr<CallCache>(self); }
+
+    Plane* plane_ = nullptr;
     TensorType tensor_;
     std::vector<Way> ways_;
 };
+
+PyObject* call_cached(PyObject* self, PyObject* args, PyObject* keywords) {
+    try {
+        return CallCache::called(self, args, keywords);
+    } catch (nb::python_error& error) {
+        error.restore();
+        return nullptr;
+    }
+}
+PyType_Slot call_slots[] = {{Py_tp_call, reinterpret_cast<void*>(call_cached)}, {0, nullptr}};
 
 }  // namespace
 
@@ -234,12 +264,13 @@ void bind_plane(nb::module_& m) {
         .def_rw("timeline", &Plane::timeline)
         .def_prop_ro("mailbox_bytes", &Plane::mailbox_bytes)
         .def_prop_ro("slot_bytes", &Plane::slot_bytes);
-    nb::class_<Shortcuts>(m, "Shortcuts", "Calls like one that was made before, with tensors as they are.")
-        .def(nb::init<Plane&, nb::type_object>(), nb::keep_alive<1, 2>())
-        .def("remember", &Shortcuts::remember)
-        .def("forget", &Shortcuts::forget)
-        .def("sum", &Shortcuts::sum)
-        .def("rows", &Shortcuts::rows);
+    nb::class_<CallCache>(m, "CallCache", "Calls like one that was made before, with tensors as they are.",
+                          nb::type_slots(call_slots))
+        .def(nb::init<nb::type_object>())
+        .def("remember", &CallCache::remember, "The plane must live until `forget`.")
+        .def("forget", &CallCache::forget)
+        .def("sum", &CallCache::sum)
+        .def("rows", &CallCache::rows);
 }
 
 }  // namespace spmd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 
@@ -51,12 +51,13 @@ class Plan:
     elements: int
     how: int
     finish: Finish
-    shortcuts: _cpu.Shortcuts | None
+    plane: _cpu.Plane | None  # None: nothing to communicate
+    epoch: int
 
     def fits(self, owner: AllReduce, p: AllReduceParams) -> bool:
         return (
             owner is self.owner
-            and owner._shortcuts is self.shortcuts
+            and owner._epoch == self.epoch
             and p.norm_weight is self.weight
             and p.fusion_op is self.finish.op
             and p.bias is None
@@ -66,18 +67,12 @@ class Plan:
             and p.norm_weight_offset == self.offset
         )
 
-    def run(
-        self,
-        shortcuts: _cpu.Shortcuts | None,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        norm: torch.Tensor,
-        total: torch.Tensor,
-    ) -> int:
+    def run(self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, total: torch.Tensor) -> int:
         """A plane's status; -1 where the tensors are not as they were."""
         finish = self.finish
-        if shortcuts is not None:
-            return shortcuts.rows(finish.fixed, self.how, self.elements, x, self.weight, residual, norm, total)
+        if self.plane is not None:
+            tensors = (x, self.weight, residual, norm, total)
+            return self.owner.rows(self.plane, finish.fixed, self.how, self.elements, *tensors)
         if residual is None or any(
             t.dtype != x.dtype or t.shape != x.shape or not t.is_contiguous() for t in (x, residual, norm, total)
         ):
@@ -95,7 +90,7 @@ class Plan:
         return 0
 
 
-class AllReduce:
+class AllReduce(_cpu.CallCache):
     """Sum x over a group of ranks, and finish it: `ar(x)` or `ar(x, AllReduceParams(fusion_op=..., ...))`.
 
     The group is the tp group of a mapping, or `group`: one of ours, an mpi4py communicator or a torch process group
@@ -122,6 +117,7 @@ class AllReduce:
         group: Adoptable | None = None,
         overflow: Literal["library", "error"] = "library",
     ) -> None:
+        super().__init__(torch.Tensor)
         if (mapping is None) == (group is None):
             raise InputError("AllReduce takes a mapping or a group: give one of them")
         self.mapping, self.strategy, self.dtype, self._overflow = mapping, strategy, dtype, overflow
@@ -129,7 +125,7 @@ class AllReduce:
         self._workspace: Workspace | None = None
         self._two_level: TwoLevel | None = None
         self._limits: Limits | None = None
-        self._shortcuts: _cpu.Shortcuts | None = None
+        self._epoch = 0
 
     @property
     def group(self) -> Group:
@@ -210,7 +206,8 @@ class AllReduce:
 
     def forget(self) -> None:
         """Decide anew at the next call."""
-        self._shortcuts = None
+        super().forget()
+        self._epoch += 1
 
     def forward(
         self,
@@ -219,28 +216,39 @@ class AllReduce:
         *,
         out: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """See the class."""
-        shortcuts = self._shortcuts
+        """See the class; the same as calling the object."""
+        return self(x, all_reduce_params, out=out)
+
+    def _call(
+        self,
+        x: torch.Tensor,
+        all_reduce_params: AllReduceParams | None = None,
+        *,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """What is not a plain sum into `out` that is remembered: those end in the extension."""
         if all_reduce_params is not None:
             plan = all_reduce_params._plan
             if plan is not None and plan.fits(self, all_reduce_params):
                 outputs = (torch.empty_like(x), torch.empty_like(x)) if out is None else out
                 two = isinstance(outputs, tuple) and len(outputs) == 2
-                status = plan.run(shortcuts, x, all_reduce_params.residual, *outputs) if two else -1
+                status = plan.run(x, all_reduce_params.residual, *outputs) if two else -1
                 if status == 0:
                     return outputs  # type: ignore[return-value]
                 if status > 0:
-                    self._workspace.fail(status)  # type: ignore[union-attr]
-        elif shortcuts is not None:
-            target: torch.Tensor = torch.empty_like(x) if out is None else out  # type: ignore[assignment]
-            status = shortcuts.sum(x, target)
+                    self._fail(status)
+        elif out is None:
+            made = torch.empty_like(x)
+            status = self.sum(x, made)
             if status == 0:
-                return target
+                return made
             if status > 0:
-                self._workspace.fail(status)  # type: ignore[union-attr]
+                self._fail(status)
         return self._slowly(x, all_reduce_params, out)
 
-    __call__ = forward
+    def _fail(self, status: int) -> NoReturn:
+        assert self._workspace is not None
+        self._workspace.fail(status)
 
     def decide(
         self, shape: Sequence[int], dtype: torch.dtype, params: AllReduceParams | None = None, symmetric: bool = False
@@ -349,8 +357,7 @@ class AllReduce:
         ways = [self.decide(x.shape, x.dtype, None, symmetric).way for symmetric in (False, True)]
         if self._workspace is not None and x.numel() and x.dtype in DTYPES and all(way in NATIVE for way in ways):
             how = _how(ways[0], ways[1], x.dtype)
-            self._shortcuts = self._shortcuts or _cpu.Shortcuts(self._workspace.plane, torch.Tensor)
-            self._shortcuts.remember(DTYPES[x.dtype], x.numel(), how)
+            self.remember(self._workspace.plane, DTYPES[x.dtype], x.numel(), how)
 
     def _remember_fused(self, x: torch.Tensor, p: AllReduceParams, finish: Finish) -> None:
         """What the next call with these parameters and a tensor like x can take over."""
@@ -359,11 +366,10 @@ class AllReduce:
         fixed = (self, p.norm_weight, p.strategy, p.eps, p.norm_weight_offset, x.numel())
         ways = [self.decide(x.shape, x.dtype, p, symmetric).way for symmetric in (False, True)]
         if ways == [Way.NOTHING] * 2:
-            p._plan = Plan(*fixed, 0, finish, None)
+            p._plan = Plan(*fixed, 0, finish, None, self._epoch)
         elif self._workspace is not None and all(way in NATIVE for way in ways):
             how = _how(ways[0], ways[1], x.dtype)
-            self._shortcuts = self._shortcuts or _cpu.Shortcuts(self._workspace.plane, torch.Tensor)
-            p._plan = Plan(*fixed, how, finish, self._shortcuts)
+            p._plan = Plan(*fixed, how, finish, self._workspace.plane, self._epoch)
 
     def _elsewhere(self, x: torch.Tensor, way: Way) -> torch.Tensor:
         if isinstance(self.group, TorchGroup):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,9 @@ from spmd.collectives.allreduce import AllReduce
 from spmd.collectives.arguments import describe, refuse
 from spmd.collectives.epilogue import AllReduceParams
 from spmd.collectives.fusion import AllReduceFusionOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(slots=True)
@@ -44,10 +48,13 @@ class MoEAllReduce(AllReduce):
     `AllReduce`. Any T, also 0. Errors: InputError for missing or misshapen tensors; those of `AllReduce`.
     """
 
-    def forward(  # type: ignore[override]
-        self, x: torch.Tensor, all_reduce_params: MoEAllReduceParams
-    ) -> tuple[torch.Tensor, ...]:
-        """See the class."""
+    def _call(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        all_reduce_params: MoEAllReduceParams,
+        *,
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         p = all_reduce_params
         if not p.is_valid():
             needs = "device_num_experts, expert_scale_factor and shared_expert_output"
@@ -71,11 +78,7 @@ class MoEAllReduce(AllReduce):
             enable_allreduce=p.enable_allreduce,
             norm_weight_offset=p.norm_weight_offset,
         )
-        made = super().forward(partial.to(x.dtype), tail)
-        assert isinstance(made, tuple)
-        return made
-
-    __call__ = forward  # type: ignore[assignment]
+        return super()._call(partial.to(x.dtype), tail, out=out)
 
     def _min_latency(self, x: torch.Tensor, p: MoEAllReduceParams) -> torch.Tensor:
         count, scale = int(p.device_num_experts), p.expert_scale_factor  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PROTOCOLS = Path(__file__).parents[2] / "kernels" / "cpu" / "protocol"
-FAULTS = [("lamport", 3), ("passes", 5), ("symmetric", 4)]
+FAULTS = [("lamport", 4), ("passes", 5), ("symmetric", 4)]
 
 
 def run(folder, *command):
