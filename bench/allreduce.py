@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jobs import ALONE, DTYPES, HIDDEN, measure, preamble
+from jobs import ALONE, DTYPES, HIDDEN, STORES_DONE, measure, preamble
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENDERS = Path(__file__).with_name("contenders.py")
@@ -38,7 +38,8 @@ class Results:
     def __init__(self, rounds: list[dict[str, dict[str, dict[str, float]]]]) -> None:
         self.rounds, self.names = rounds, list(rounds[0])
         self.mpis = [name.removesuffix(" in place") for name in self.names if name.endswith(" in place")]
-        self.loops = [name for name in self.names if name.startswith("probe") and name != "probe symmetric"]
+        apart = ("probe symmetric", f"probe {STORES_DONE}")
+        self.loops = [name for name in self.names if name.startswith("probe") and name not in apart]
         self.met: list[bool] = []
 
     def per_round(self, n: int, *names: str) -> list[float]:
@@ -93,6 +94,9 @@ def times(results: Results, title: str, names: list[str], loops: list[str], args
         loop = results.fastest(n, loops)
         if loop:
             row |= {"probe (us)": f"{results.us(n, loop):.2f}", "its loop": loop.removeprefix("probe ")}
+            done = results.fastest(n, [f"probe {STORES_DONE}"])
+            if loops != ["probe symmetric"]:
+                row["lamport, stores done (us)"] = f"{results.us(n, done):.2f}" if done else "-"
         if names:
             bus = 2 * (args.ranks - 1) / args.ranks * n / results.us(n, names[0])
             row[f"busbw of {names[0].removesuffix(' in place')} (GB/s)"] = f"{bus * 1e-3:.2f}"

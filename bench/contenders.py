@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from jobs import ALONE, DTYPES, EPS, HIDDEN, pin
+from jobs import ALONE, DTYPES, EPS, HIDDEN, STORES_DONE, pin
 from mpi4py import MPI
 
 PROBE_CHUNKS = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10)
@@ -212,12 +212,13 @@ def probe(rank: Rank) -> Iterator[Row]:
     shared = rank.share(rank.probe.shared_bytes(max(rank.args.sizes)))
     for n in rank.args.sizes:
         x, y = rank.vector(n).ctypes, rank.vector(n).ctypes
-        variants = [("lamport", 0)] * (n <= 1 << 20) + [("chunked", 0), ("symmetric", 0)]
+        variants = [("lamport", 0), (STORES_DONE, 0)] * (n <= 1 << 20) + [("chunked", 0), ("symmetric", 0)]
         variants += [(name, c) for name in ("chunked", "chunked-nt") for c in PROBE_CHUNKS if 2 * c <= n <= 256 * c]
         for name, chunk in variants:
             times = np.empty(rank.iterations(n), np.int64)
-            which, where = (name, shared, rank.rank, x.data, y.data), (len(times), times.ctypes.data)
-            bad = rank.probe.run(*which, n, rank.dtype, chunk, *where)
+            loop, done = ("lamport", True) if name == STORES_DONE else (name, False)
+            which, where = (shared, rank.rank, x.data, y.data), (len(times), times.ctypes.data)
+            bad = rank.probe.run(loop, done, *which, n, rank.dtype, chunk, *where)
             label = f"{name} {chunk >> 10}K" if chunk else "flags" if name == "chunked" else name
             yield f"probe {label}", n, rank.result(times, bad)
 

@@ -12,6 +12,7 @@ from typing import Any
 # of the all-reduce benchmark: the number of a dtype in kernels/cpu, the width and epsilon of the fused norm
 DTYPES = ("float32", "bfloat16")
 HIDDEN, EPS = 4096, 1e-5
+STORES_DONE = "lamport, stores done"  # a probe: mailboxes cost two transfers a line, of which a call alone shows one
 ALONE = "epilogue alone"  # of a fused call: no rank to wait for
 
 

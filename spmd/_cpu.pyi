@@ -55,7 +55,7 @@ class CallCache:
     def sum(self, x: torch.Tensor, out: torch.Tensor) -> int: ...
     def rows(
         self,
-        plane: Plane,
+        plane: Plane | None,
         fixed: Epilogue,
         how: int,
         elements: int,

@@ -1,8 +1,7 @@
 // Purpose: the memory-bound loops of the collectives.
-// Method:  16 fp32 lanes in GCC vector types, which every instruction set cuts to its own width; sums start from +0 and
-//          add in the order of `in`, so all strategies and instruction sets give the same bits. Compiled once per
-//          instruction set (SPMD_ISA names it); nothing of the standard library that translation units share may be
-//          instantiated here.
+// Method:  vectors of common/types.h; sums start from +0 and add in the order of `in`, so all strategies and instruction
+//          sets give the same bits. Compiled once per instruction set (SPMD_ISA names it); nothing of the standard
+//          library that translation units share may be instantiated here.
 // Requirement: any alignment, any count; mailboxes are aligned to lines.
 // Use:     plane.cpp, through the table in data.h.
 
@@ -22,10 +21,7 @@ namespace spmd {
 namespace SPMD_ISA {
 namespace {
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef std::uint32_t Words __attribute__((vector_size(64)));
-typedef std::uint16_t Halves __attribute__((vector_size(32)));
-constexpr int kLanes16 = 16;
+typedef std::uint32_t Line __attribute__((vector_size(kLine)));
 
 template <class V>
 inline V read(const void* p) {
@@ -33,65 +29,24 @@ inline V read(const void* p) {
     std::memcpy(&v, p, sizeof v);
     return v;
 }
-
-inline Floats widen16(Halves v, const BFloat16*) { return (Floats)(__builtin_convertvector(v, Words) << 16); }
-inline Floats widen16(Halves v, const Float16*) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_maskz_cvtph_ps(0xffff, (__m256i)v);
-#else
-    float wide[kLanes16];
-    for (int k = 0; k < kLanes16; ++k) wide[k] = load(Float16{v[k]});
-    return read<Floats>(wide);
-#endif
-}
-
-inline Floats load16(const float* p) { return read<Floats>(p); }
 template <class T>
-inline Floats load16(const T* p) { return widen16(read<Halves>(p), p); }
-
-inline Floats pack16(Floats v, const float*) { return v; }
-inline Halves pack16(Floats v, const BFloat16*) {
-    const Words bits = (Words)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, nan = (bits >> 16) | 0x40;
-    const Words is_nan = (Words)(v != v);
-    return __builtin_convertvector((nan & is_nan) | (rounded & ~is_nan), Halves);
-}
-inline Halves pack16(Floats v, const Float16*) {
-#if defined(__AVX512F__)
-    return (Halves)_mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-    Float16 half[kLanes16];
-    for (int k = 0; k < kLanes16; ++k) half[k] = store<Float16>(v[k]);
-    return read<Halves>(half);
-#endif
-}
-
+inline Floats load_vector(const T* p) { return load(p, kWidth); }
 template <class T>
-inline void store16(T* p, Floats v) {
-    const auto packed = pack16(v, static_cast<const T*>(nullptr));
-    std::memcpy(p, &packed, sizeof packed);
+inline void store_vector(T* p, Floats v) {
+    const auto raw = Format<T>::narrow(v);
+    std::memcpy(p, &raw, sizeof raw);
 }
 
 // A non-temporal store of one vector to memory that is aligned to its size.
-inline void stream_out(void* p, Floats v) {
+template <class V>
+inline void stream_out(void* p, const V& v) {
 #if defined(__AVX512F__)
-    _mm512_stream_ps(static_cast<float*>(p), (__m512)v);
-#elif defined(__x86_64__)
-    for (int k = 0; k < 4; ++k) {
-        __m128 part;
-        std::memcpy(&part, reinterpret_cast<const char*>(&v) + 16 * k, sizeof part);
-        _mm_stream_ps(static_cast<float*>(p) + 4 * k, part);
-    }
-#else
-    std::memcpy(p, &v, sizeof v);
+    if constexpr (sizeof v == 64) return _mm512_stream_si512(static_cast<__m512i*>(p), read<__m512i>(&v));
 #endif
-}
-inline void stream_out(void* p, Halves v) {
 #if defined(__x86_64__)
-    for (int k = 0; k < 2; ++k) {
-        __m128i part;
-        std::memcpy(&part, reinterpret_cast<const char*>(&v) + 16 * k, sizeof part);
-        _mm_stream_si128(static_cast<__m128i*>(p) + k, part);
-    }
+    if constexpr (sizeof v == 8) return _mm_stream_si64(static_cast<long long*>(p), read<long long>(&v));
+    for (std::size_t k = 0; k < sizeof v / 16; ++k)
+        _mm_stream_si128(static_cast<__m128i*>(p) + k, read<__m128i>(reinterpret_cast<const __m128i*>(&v) + k));
 #else
     std::memcpy(p, &v, sizeof v);
 #endif
@@ -111,23 +66,23 @@ void copy(void* out, const void* in, std::int64_t bytes, bool stream) {
         const std::int64_t head = -reinterpret_cast<std::intptr_t>(to) & (kLine - 1);
         std::memcpy(to, from, head);
         std::int64_t i = head;
-        for (; i + kLine <= bytes; i += kLine) stream_out(to + i, read<Floats>(from + i));
+        for (; i + kLine <= bytes; i += kLine) stream_out(to + i, read<Line>(from + i));
         stream_end();
         to += i, from += i, bytes -= i;
     }
     std::memcpy(to, from, bytes);
 }
 
-// Sum of N inputs (N 0: of `count`), T to the type of out.
+// Sum of N inputs (N 0: of `count`).
 template <int N, class T>
-inline Floats sum16(const T* const* in, int count, std::int64_t i) {
+inline Floats sum_vector(const T* const* in, int count, std::int64_t i) {
     Floats acc = {};
-    for (int s = 0; s < (N ? N : count); ++s) acc += load16(in[s] + i);
+    for (int s = 0; s < (N ? N : count); ++s) acc += load_vector(in[s] + i);
     return acc;
 }
 
 template <class T>
-inline float sum1(const T* const* in, int count, std::int64_t i) {
+inline float sum_one(const T* const* in, int count, std::int64_t i) {
     float acc = 0;
     for (int s = 0; s < count; ++s) acc += load(in[s][i]);
     return acc;
@@ -135,22 +90,21 @@ inline float sum1(const T* const* in, int count, std::int64_t i) {
 
 template <int N, class Out, class T>
 void sum_n(Out* out, const T* const* in, int count, std::int64_t n, bool stream) {
+    constexpr std::int64_t kBytes = kWidth * sizeof(Out);
     std::int64_t i = 0;
     if (stream) {
-        constexpr std::int64_t kVector = kLanes16 * sizeof(Out);
-        for (; i < n && reinterpret_cast<std::uintptr_t>(out + i) % kVector; ++i) out[i] = store<Out>(sum1(in, count, i));
-        for (; i + kLanes16 <= n; i += kLanes16)
-            stream_out(out + i, pack16(sum16<N>(in, count, i), static_cast<const Out*>(nullptr)));
+        for (; i < n && reinterpret_cast<std::uintptr_t>(out + i) % kBytes; ++i)
+            out[i] = store<Out>(sum_one(in, count, i));
+        for (; i + kWidth <= n; i += kWidth) stream_out(out + i, Format<Out>::narrow(sum_vector<N>(in, count, i)));
         stream_end();
     }
-    for (; i + 4 * kLanes16 <= n; i += 4 * kLanes16) {
-        const Floats a = sum16<N>(in, count, i), b = sum16<N>(in, count, i + kLanes16),
-                     c = sum16<N>(in, count, i + 2 * kLanes16), d = sum16<N>(in, count, i + 3 * kLanes16);
-        store16(out + i, a), store16(out + i + kLanes16, b);
-        store16(out + i + 2 * kLanes16, c), store16(out + i + 3 * kLanes16, d);
+    for (; i + 4 * kWidth <= n; i += 4 * kWidth) {
+        Floats sums[4];
+        for (int k = 0; k < 4; ++k) sums[k] = sum_vector<N>(in, count, i + k * kWidth);
+        for (int k = 0; k < 4; ++k) store_vector(out + i + k * kWidth, sums[k]);
     }
-    for (; i + kLanes16 <= n; i += kLanes16) store16(out + i, sum16<N>(in, count, i));
-    for (; i < n; ++i) out[i] = store<Out>(sum1(in, count, i));
+    for (; i + kWidth <= n; i += kWidth) store_vector(out + i, sum_vector<N>(in, count, i));
+    for (; i < n; ++i) out[i] = store<Out>(sum_one(in, count, i));
 }
 
 template <class Out, class T>
@@ -177,17 +131,17 @@ template <int N, class T>
 void sum_everywhere_n(T* const* everywhere, int count, std::int64_t n) {
     constexpr int kStep = 2;
     std::int64_t i = 0;
-    for (; i + kStep * kLanes16 <= n; i += kStep * kLanes16) {
-        const auto a = pack16(sum16<N>(everywhere, count, i), static_cast<const T*>(nullptr)),
-                   b = pack16(sum16<N>(everywhere, count, i + kLanes16), static_cast<const T*>(nullptr));
+    for (; i + kStep * kWidth <= n; i += kStep * kWidth) {
+        const auto a = Format<T>::narrow(sum_vector<N>(everywhere, count, i)),
+                   b = Format<T>::narrow(sum_vector<N>(everywhere, count, i + kWidth));
         for (int k = 0; k < (N ? N : count); ++k) {
             std::memcpy(everywhere[k] + i, &a, sizeof a);
-            std::memcpy(everywhere[k] + i + kLanes16, &b, sizeof b);
+            std::memcpy(everywhere[k] + i + kWidth, &b, sizeof b);
         }
     }
     for (; i < n; ++i) {
-        const T v = store<T>(sum1(everywhere, count, i));
-        for (int k = 0; k < count; ++k) everywhere[k][i] = v;
+        const T sum = store<T>(sum_one(everywhere, count, i));
+        for (int k = 0; k < count; ++k) everywhere[k][i] = sum;
     }
 }
 
@@ -228,37 +182,40 @@ void round(void* out, float* sums, std::int64_t n, int dtype, const Epilogue* e,
 // watches, every word is an atomic of its own.
 
 #if defined(__x86_64__) && !defined(SPMD_ATOMIC_WORDS)
-inline Words take(const void* p) { return *static_cast<const volatile Words*>(p); }
-inline void put(void* p, Words w) { *static_cast<volatile Words*>(p) = w; }
+inline Line take(const void* p) { return *static_cast<const volatile Line*>(p); }
+inline void put(void* p, Line w) { *static_cast<volatile Line*>(p) = w; }
 #else
-inline Words take(const void* p) {
-    Words w;
+inline Line take(const void* p) {
+    Line w;
     for (int k = 0; k < 16; ++k) w[k] = __atomic_load_n(static_cast<const std::uint32_t*>(p) + k, __ATOMIC_ACQUIRE);
     return w;
 }
-inline void put(void* p, Words w) {
+inline void put(void* p, Line w) {
     for (int k = 0; k < 16; ++k) __atomic_store_n(static_cast<std::uint32_t*>(p) + k, w[k], __ATOMIC_RELEASE);
 }
 #endif
 
-inline bool missing(Words w) {  // whether some word is not written yet
+inline bool missing(Line w) {  // whether some word is not written yet
 #if defined(__AVX512F__)
     return _mm512_cmpeq_epi32_mask((__m512i)w, _mm512_set1_epi32(static_cast<int>(kSentinel)));
 #else
-    const Words same = (Words)(w == kSentinel);
+    const Line same = (Line)(w == kSentinel);
     std::uint32_t any = 0;
     for (int k = 0; k < 16; ++k) any |= same[k];
     return any;
 #endif
 }
 
-// The lanes of a line, added to its sums.
-inline void add_line(Floats* acc, Words w, const float*) { acc[0] += (Floats)w; }
+// The values of a line, added to its sums.
 template <class T>
-inline void add_line(Floats* acc, Words w, const T* type) {
-    Halves part[2];
-    std::memcpy(part, &w, sizeof w);
-    acc[0] += widen16(part[0], type), acc[1] += widen16(part[1], type);
+constexpr int kVectors = kLine / sizeof(T) / kWidth;
+template <class T>
+inline void add_line(Floats* acc, Line line) {
+    for (int k = 0; k < kVectors<T>; ++k) {
+        typename Format<T>::Raw raw;
+        std::memcpy(&raw, reinterpret_cast<const char*>(&line) + k * sizeof raw, sizeof raw);
+        acc[k] += Format<T>::widen(raw);
+    }
 }
 
 void post(void* mailbox, const void* in, std::int64_t bytes) {
@@ -266,25 +223,25 @@ void post(void* mailbox, const void* in, std::int64_t bytes) {
     auto* from = static_cast<const char*>(in);
     std::int64_t i = 0;
     for (; i + kLine <= bytes; i += kLine) {
-        const Words w = read<Words>(from + i);
-        put(to + i, w & (Words)(w != kSentinel));
+        const Line w = read<Line>(from + i);
+        put(to + i, w & (Line)(w != kSentinel));
     }
     if (i < bytes) {
-        Words w = {};
+        Line w = {};
         std::memcpy(&w, from + i, bytes - i);
-        put(to + i, w & (Words)(w != kSentinel));
+        put(to + i, w & (Line)(w != kSentinel));
     }
 }
 
 void clear(void* mailbox, std::int64_t bytes) {
-    const Words empty = Words{} + kSentinel;
+    const Line empty = Line{} + kSentinel;
     for (std::int64_t i = 0; i < bytes; i += kLine) put(static_cast<char*>(mailbox) + i, empty);
 }
 
 constexpr std::int64_t kPolls = 64;  // at once one after the other: the line is usually on its way
 
 // A peer's line at `at`, once all its words are there.
-inline bool take_line(const Mailboxes& from, int peer, std::int64_t at, Words& w) {
+inline bool take_line(const Mailboxes& from, int peer, std::int64_t at, Line& w) {
     const char* p = static_cast<const char*>(from.buffers[peer]) + at;
     w = take(p);
     for (std::int64_t turn = 0; __builtin_expect(missing(w), 0); w = take(p), ++turn)
@@ -294,41 +251,40 @@ inline bool take_line(const Mailboxes& from, int peer, std::int64_t at, Words& w
 
 // One line of every rank, summed in rank order: kLine / sizeof(T) lanes in fp32. mine: this rank's.
 template <class T, bool kTwo>
-inline bool collect_line(const Mailboxes& from, Words mine, std::int64_t at, Floats* acc) {
-    constexpr int kVectors = kLine / sizeof(T) / kLanes16;
-    for (int k = 0; k < kVectors; ++k) acc[k] = Floats{};
-    Words w;
+inline bool collect_line(const Mailboxes& from, Line mine, std::int64_t at, Floats* acc) {
+    for (int k = 0; k < kVectors<T>; ++k) acc[k] = Floats{};
+    Line w;
     if constexpr (kTwo) {  // two summands have no order
         if (!take_line(from, 1 - from.rank, at, w)) return false;
-        add_line(acc, mine, static_cast<const T*>(nullptr));
-        add_line(acc, w, static_cast<const T*>(nullptr));
+        add_line<T>(acc, mine);
+        add_line<T>(acc, w);
         return true;
     }
     for (int peer = 0; peer < from.size; ++peer) {
         w = mine;
         if (peer != from.rank && !take_line(from, peer, at, w)) return false;
-        add_line(acc, w, static_cast<const T*>(nullptr));
+        add_line<T>(acc, w);
     }
     return true;
 }
 
 template <class T, bool kTwo, class Out>
 bool collect_all(const Mailboxes& from, Out* out, std::int64_t n) {
-    constexpr int kElements = kLine / sizeof(T), kVectors = kElements / kLanes16;
+    constexpr int kElements = kLine / sizeof(T);
     const Mailboxes here = from;  // what the loop needs of it stays in registers
     auto* own = static_cast<const T*>(here.buffers[here.rank]);
-    Floats acc[kVectors];
+    Floats acc[kVectors<T>];
     std::int64_t i = 0;
     for (; i + kElements <= n; i += kElements) {
-        if (!collect_line<T, kTwo>(here, read<Words>(own + i), i * sizeof(T), acc)) return false;
-        for (int k = 0; k < kVectors; ++k) store16(out + i + k * kLanes16, acc[k]);
+        if (!collect_line<T, kTwo>(here, read<Line>(own + i), i * sizeof(T), acc)) return false;
+        for (int k = 0; k < kVectors<T>; ++k) store_vector(out + i + k * kWidth, acc[k]);
     }
     if (i < n) {
-        Words last_own = {};
+        Line last_own = {};
         std::memcpy(&last_own, own + i, (n - i) * sizeof(T));
         if (!collect_line<T, kTwo>(here, last_own, i * sizeof(T), acc)) return false;
         Out last[kElements];
-        for (int k = 0; k < kVectors; ++k) store16(last + k * kLanes16, acc[k]);
+        for (int k = 0; k < kVectors<T>; ++k) store_vector(last + k * kWidth, acc[k]);
         std::memcpy(out + i, last, (n - i) * sizeof(Out));
     }
     return true;

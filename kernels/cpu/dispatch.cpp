@@ -22,14 +22,20 @@ namespace avx512 {
 extern const RowKernels kernels;
 extern const DataKernels data_table;
 }
+namespace avx512bf16 {
+extern const RowKernels kernels;
+extern const DataKernels data_table;
+}
 #endif
 
 namespace {
 
-constexpr const char* kNames[] = {"baseline", "avx2", "avx512"};
+constexpr const char* kNames[] = {"baseline", "avx2", "avx512", "avx512bf16"};
 #if defined(__x86_64__)
-constexpr const RowKernels* kRowKernels[] = {&baseline::kernels, &avx2::kernels, &avx512::kernels};
-constexpr const DataKernels* kDataKernels[] = {&baseline::data_table, &avx2::data_table, &avx512::data_table};
+constexpr const RowKernels* kRowKernels[] = {&baseline::kernels, &avx2::kernels, &avx512::kernels,
+                                             &avx512bf16::kernels};
+constexpr const DataKernels* kDataKernels[] = {&baseline::data_table, &avx2::data_table, &avx512::data_table,
+                                               &avx512bf16::data_table};
 #else
 constexpr const RowKernels* kRowKernels[] = {&baseline::kernels};
 constexpr const DataKernels* kDataKernels[] = {&baseline::data_table};
@@ -37,7 +43,7 @@ constexpr const DataKernels* kDataKernels[] = {&baseline::data_table};
 
 Isa best() {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("x86-64-v4")) return kAvx512;
+    if (__builtin_cpu_supports("x86-64-v4")) return __builtin_cpu_supports("avx512bf16") ? kAvx512Bf16 : kAvx512;
     if (__builtin_cpu_supports("x86-64-v3")) return kAvx2;
 #endif
     return kBaseline;

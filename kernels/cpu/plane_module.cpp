@@ -136,8 +136,8 @@ public:
         return -1;
     }
 
-    // As all_reduce_rows, where `weight` is still what `fixed` says.
-    int rows(Plane& plane, const Epilogue& fixed, int how, std::int64_t elements, nb::handle x, nb::handle weight,
+    // As all_reduce_rows, or without a plane as `finish`, where `weight` is still what `fixed` says.
+    int rows(Plane* plane, const Epilogue& fixed, int how, std::int64_t elements, nb::handle x, nb::handle weight,
              nb::handle residual, nb::handle out, nb::handle residual_out) {
         DLTensor t[5];
         const nb::handle tensors[] = {x, residual, out, residual_out, weight};
@@ -150,8 +150,10 @@ public:
         if (t[0].ndim == 0 || t[0].shape[t[0].ndim - 1] != fixed.n || t[4].ndim != 1) return -1;
         if (at(TensorType::address(t[4])) != fixed.weight) return -1;
         auto address = [&](int k) { return TensorType::address(t[k]); };
-        return all_reduce_rows(plane, address(0), elements / fixed.n, how, fixed, address(1), address(2), address(3), 0,
-                               0);
+        const std::int64_t count = elements / fixed.n;
+        if (plane) return all_reduce_rows(*plane, address(0), count, how, fixed, address(1), address(2), address(3), 0, 0);
+        finish(address(0), count, fixed, address(1), address(2), address(3), 0, 0);
+        return kDone;
     }
 
     // self(x, out=...), or whatever else
@@ -270,7 +272,8 @@ void bind_plane(nb::module_& m) {
         .def("remember", &CallCache::remember, "The plane must live until `forget`.")
         .def("forget", &CallCache::forget)
         .def("sum", &CallCache::sum)
-        .def("rows", &CallCache::rows);
+        .def("rows", &CallCache::rows, "plane"_a.none(), "fixed"_a, "how"_a, "elements"_a, "x"_a, "weight"_a, "residual"_a,
+             "out"_a, "residual_out"_a);
 }
 
 }  // namespace spmd

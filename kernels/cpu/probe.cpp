@@ -246,7 +246,8 @@ auto choose(const std::string& variant) -> void (*)(const Problem&, Count) {
 }
 
 // Times `iterations` calls into `times` [iterations] (ns of this rank) and returns the wrong elements of all of them.
-Count run(const std::string& variant, Address shared, int rank, Address x, Address y, Count n, int dtype, Count chunk,
+// stores: until every store of the call is done, which a caller that goes on to store something has to wait for.
+Count run(const std::string& variant, bool stores, Address shared, int rank, Address x, Address y, Count n, int dtype, Count chunk,
           int iterations, Address times) {
     const auto all_reduce = dtype == kFloat32 ? choose<kFloat32>(variant) : choose<kBFloat16>(variant);
     Problem p{reinterpret_cast<Shared*>(shared), rank, reinterpret_cast<Words*>(x), reinterpret_cast<Words*>(y),
@@ -261,6 +262,7 @@ Count run(const std::string& variant, Address shared, int rank, Address x, Addre
         barrier(shared, rank, 2);
         const std::int64_t begin = now();
         all_reduce(p, i);
+        if (stores) std::atomic_thread_fence(std::memory_order_seq_cst);
         const std::int64_t end = now();
         if (i >= warmup) reinterpret_cast<std::int64_t*>(times)[i - warmup] = end - begin;
         bad += wrong(y, n, dtype, 2, i);

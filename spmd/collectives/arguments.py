@@ -88,12 +88,12 @@ def check_root(op: str, group: Group, root: int) -> None:
 
 def front(x: torch.Tensor, dim: int) -> torch.Tensor:
     """The rows of dimension dim first, contiguous."""
-    return x.movedim(dim, 0).contiguous()
+    return (x.movedim(dim, 0) if dim else x).contiguous()
 
 
 def back(x: torch.Tensor, dim: int) -> torch.Tensor:
     """The inverse of `front`."""
-    return x.movedim(0, dim).contiguous()
+    return x.movedim(0, dim).contiguous() if dim else x
 
 
 def row_size(x: torch.Tensor) -> int:

@@ -48,54 +48,82 @@ class Piece(NamedTuple):
     sources: tuple[int, ...]  # group ranks
 
 
-@lru_cache(maxsize=1024)
-def row_map(pieces: tuple[Piece, ...], rows: int, most: int) -> RowMap:
-    ends = accumulate(piece.rows for piece in pieces)
-    placed = [
-        (end - piece.rows, piece.start, piece.rows, list(piece.sources))
-        for end, piece in zip(ends, pieces, strict=True)
-        if piece.rows
-    ]
-    return RowMap(placed, rows, most)
+class Route:
+    """Which rows go where in a call like this one: pieces, one after the other, of tensors of which this rank's has
+    `rows` rows and the longest of all ranks' `most`. signature: of whatever ranks must agree on."""
 
+    def __init__(self, pieces: Sequence[Piece], rows: int, most: int, *signature: object) -> None:
+        self.pieces, self.rows, self.most = pieces, rows, most
+        self.rows_out = sum(piece.rows for piece in pieces)
+        self.signature = crc32(repr(signature).encode())
+        self.map = self._map(1)
 
-@lru_cache(maxsize=1024)
-def signature_of(*what: object) -> int:
-    """A number that differs where arguments differ; all ranks pass the same."""
-    return crc32(repr(what).encode())
+    def _map(self, parts: int) -> RowMap:
+        """parts: that every row is cut into."""
+        ends = accumulate(piece.rows for piece in self.pieces)
+        placed = [
+            ((end - piece.rows) * parts, piece.start * parts, piece.rows * parts, list(piece.sources))
+            for end, piece in zip(ends, self.pieces, strict=True)
+            if piece.rows
+        ]
+        return RowMap(placed, self.rows * parts, self.most * parts)
+
+    def run(
+        self,
+        number: int,
+        workspace: Workspace,
+        x: torch.Tensor,
+        fold: torch.Tensor | None = None,
+        summed: bool = False,
+    ) -> torch.Tensor:
+        """x [rows, ...], contiguous -> [rows_out, ...]. number: of the operation in OPS; fold: see `exchange`."""
+        shape, plane = x.shape, workspace.plane
+        out = torch.empty((self.rows_out, *shape[1:]), dtype=x.dtype)
+        n = shape[1] if len(shape) == 2 else row_size(x)
+        code, row_bytes = DTYPES[x.dtype] if summed else _BYTES, n * x.dtype.itemsize
+        if self.most == 0 or n == 0:
+            return out
+        n = n if summed else row_bytes
+        rows = self.map
+        if row_bytes > plane.slot_bytes:  # long rows pass in parts
+            rows, n = self._map(n), 1
+        folded = 0 if fold is None else fold.data_ptr()
+        status = plane.exchange(number, rows, x.data_ptr(), out.data_ptr(), n, code, folded, self.signature)
+        if status:
+            workspace.fail(status)
+        return out
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes)][:-1]
 
 
-def run(
-    op: str,
-    workspace: Workspace,
-    x: torch.Tensor,
-    pieces: tuple[Piece, ...],
-    most: int,
-    signature: int,
-    fold: torch.Tensor | None = None,
-    summed: bool = False,
-) -> torch.Tensor:
-    """x [rows, ...], contiguous -> the pieces one after the other. most: rows of the rank that has most."""
-    out = x.new_empty((sum(piece.rows for piece in pieces), *x.shape[1:]))
-    n, code = row_size(x), DTYPES[x.dtype] if summed else _BYTES
-    if not summed:
-        n *= x.element_size()
-    if most == 0 or n == 0:
-        return out
-    if n * (1 if code == _BYTES else x.element_size()) > workspace.plane.slot_bytes:  # long rows pass in parts
-        pieces = tuple(Piece(piece.start * n, piece.rows * n, piece.sources) for piece in pieces)
-        x, most, n = x.view(-1) if summed else x.view(-1).view(torch.uint8), most * n, 1
-    rows = row_map(pieces, len(x), most)
-    folded = 0 if fold is None else fold.data_ptr()
-    number = OPS.index(op)
-    status = workspace.plane.exchange(number, rows, x.data_ptr(), out.data_ptr(), n, code, folded, signature)
-    if status:
-        workspace.fail(status)
-    return out
+_GATHER, _SCATTER, _SWAP, _BROADCAST = (
+    OPS.index(op) for op in ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
+)
+
+
+@lru_cache(maxsize=1024)
+def _gathered(sizes: tuple[int, ...], rank: int, *key: object) -> Route:
+    pieces = [Piece(0, size, (source,)) for source, size in enumerate(sizes)]
+    return Route(pieces, sizes[rank], max(sizes), sizes, *key)
+
+
+@lru_cache(maxsize=1024)
+def _scattered(sizes: tuple[int, ...], rank: int, *key: object) -> Route:
+    pieces = [Piece(_starts(sizes)[rank], sizes[rank], tuple(range(len(sizes))))]
+    return Route(pieces, sum(sizes), sum(sizes), sizes, *key)
+
+
+@lru_cache(maxsize=1024)
+def _swapped(table: tuple[tuple[int, ...], ...], rank: int, *key: object) -> Route:
+    pieces = [Piece(_starts(row)[rank], row[rank], (source,)) for source, row in enumerate(table)]
+    return Route(pieces, sum(table[rank]), max(map(sum, table)), table, *key)
+
+
+@lru_cache(maxsize=1024)
+def _sent(rows: int, root: int, *key: object) -> Route:
+    return Route([Piece(0, rows, (root,))], rows, rows, root, *key)
 
 
 def all_gather(
@@ -107,9 +135,8 @@ def all_gather(
     sizes = own_size("all_gather", group, sizes, x, dim)
     if group.checked:
         group.agree(f"all_gather {describe(x, dim)} dim {dim} sizes {list(sizes)}")
-    pieces = tuple(Piece(0, size, (rank,)) for rank, size in enumerate(sizes))
-    signature = signature_of(tuple(sizes), x.dtype, dim)
-    return back(run("all_gather", workspace, front(x, dim), pieces, max(sizes), signature), dim)
+    route = _gathered(tuple(sizes), group.rank, x.dtype, dim)
+    return back(route.run(_GATHER, workspace, front(x, dim)), dim)
 
 
 def reduce_scatter(
@@ -123,9 +150,8 @@ def reduce_scatter(
     check_sizes("reduce_scatter", group, sizes, rows)
     if group.checked:
         group.agree(f"reduce_scatter {describe(x)} dim {dim} sizes {list(sizes)}")
-    pieces = (Piece(_starts(sizes)[group.rank], sizes[group.rank], tuple(range(group.size))),)
-    signature = signature_of(tuple(sizes), dim)
-    return back(run("reduce_scatter", workspace, front(x, dim), pieces, rows, signature, summed=True), dim)
+    route = _scattered(tuple(sizes), group.rank, dim)
+    return back(route.run(_SCATTER, workspace, front(x, dim), summed=True), dim)
 
 
 def all_to_all(
@@ -151,9 +177,8 @@ def all_to_all(
     if equal:
         table = [list(send_sizes)] * group.size
     else:
-        mine = torch.tensor([send_sizes])
-        every = tuple(Piece(0, 1, (rank,)) for rank in range(group.size))
-        table = run("all_to_all", workspace, mine, every, 1, signature_of("sizes", x.dtype, dim)).tolist()
+        counts = _gathered((1,) * group.size, group.rank, "sizes", x.dtype, dim)
+        table = counts.run(_SWAP, workspace, torch.tensor([send_sizes])).tolist()
     sent_here = [row[group.rank] for row in table]
     if recv_sizes is not None and group.checked:
         right = list(recv_sizes) == sent_here
@@ -162,9 +187,8 @@ def all_to_all(
         )
     elif recv_sizes is not None and list(recv_sizes) != sent_here:
         refuse("all_to_all", group, f"recv_sizes are {list(recv_sizes)}, but {sent_here} are sent here")
-    pieces = tuple(Piece(_starts(row)[group.rank], row[group.rank], (rank,)) for rank, row in enumerate(table))
-    signature = signature_of(tuple(map(tuple, table)), x.dtype, dim)
-    return back(run("all_to_all", workspace, front(x, dim), pieces, max(map(sum, table)), signature), dim)
+    route = _swapped(tuple(map(tuple, table)), group.rank, x.dtype, dim)
+    return back(route.run(_SWAP, workspace, front(x, dim)), dim)
 
 
 def broadcast(
@@ -176,6 +200,5 @@ def broadcast(
     if group.checked:
         group.agree(f"broadcast {describe(x)} root {root}")
     flat = x.contiguous().view(-1, 1)
-    pieces = (Piece(0, len(flat), (root,)),)
-    made = run("broadcast", workspace, flat, pieces, len(flat), signature_of(root, x.dtype)).view(x.shape)
+    made = _sent(len(flat), root, x.dtype).run(_BROADCAST, workspace, flat).view(x.shape)
     return made if out is None else out.copy_(made)

@@ -98,7 +98,7 @@ class Finish:
             if got.dtype != wanted.dtype or got.shape != wanted.shape or not got.is_contiguous():
                 refuse("all_reduce", group, f"out for {name} is {describe(got)}, but the result {describe(wanted)}")
         self.result = tuple(made[name] for name in names)
-        self.rows, self.op, self.x_dtype, self.n, self.weight = rows, op, x.dtype, n, at["weight"]
+        self.rows, self.op = rows, op
         self.fixed = _cpu.Epilogue(
             op,
             DTYPES[x.dtype],

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from typing import Any
 
 import torch
 
 from spmd.collectives import fusion
 from spmd.collectives.arguments import check, describe, refuse
-from spmd.collectives.cpu import DTYPES, Piece, row_map, run, signature_of
+from spmd.collectives.cpu import DTYPES, Piece, Route
 from spmd.collectives.epilogue import AllReduceParams, Finish
 from spmd.control.mpi import Group
 from spmd.control.record import OPS
 from spmd.memory.workspace import FORCED, Workspace
 from spmd.topology.radix import Radix
+
+_EXCHANGE = OPS.index("exchange")
 
 
 def exchange_pieces(
@@ -55,11 +57,108 @@ def exchange_pieces(
     return tuple(pieces), published(rank, blocks.size), most
 
 
-_pieces = lru_cache(maxsize=1024)(
-    lambda sizes, rank, rows, held, over, gather, cut: exchange_pieces(
-        Radix(dict(sizes)), rank, rows, held=held, over=over, gather=gather, cut=cut
-    )
-)
+class Exchange:
+    """The exchange of a group along given axes, `move(x, rows, fold=..., params=...)`; see `exchange` for what it does.
+
+    What the arguments allow is found out here, what row counts imply at the first call with them. Making one is not
+    collective.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        shape: Radix,
+        *,
+        held: Sequence[str],
+        over: Sequence[str] = (),
+        gather: Sequence[str] = (),
+        cut: Sequence[str] = (),
+    ) -> None:
+        self.group, self.shape = group, shape
+        self._axes = {"held": tuple(held), "over": tuple(over), "gather": tuple(gather), "cut": tuple(cut)}
+        said = ", ".join(f"{name} {[*axes]}" for name, axes in self._axes.items())
+        if shape.size != group.size:
+            refuse("exchange", group, f"{shape} numbers {shape.size} ranks, the group has {group.size}")
+        if not {*held, *over, *gather, *cut} <= shape.sizes.keys():
+            refuse("exchange", group, f"{said}: axes are {list(shape.sizes)}")
+        if not set(gather) <= set(held) or set(cut) & set(held) or set(over) & set(held):
+            refuse("exchange", group, f"{said} contradict each other")
+        self._blocks = math.prod(shape.sizes[axis] for axis in {*held, *cut})
+        self._adds = all(shape.coordinate(group.rank, axis) == 0 for axis in over)
+        self._routes: dict[tuple[int, ...], tuple[Route, Route]] = {}
+        self._known: dict[tuple[torch.Size, torch.dtype, tuple[int, ...]], tuple[Route, Workspace]] = {}
+
+    def route(self, rows: Sequence[int], folds: bool = False) -> Route:
+        """What such a call moves; pure."""
+        rows = tuple(rows)
+        found = self._routes.get(rows)
+        if found is None:
+            if len(rows) != self._blocks or min(rows, default=0) < 0:
+                refuse("exchange", self.group, f"rows {list(rows)} must be {self._blocks} numbers, none below 0")
+            pieces = exchange_pieces(self.shape, self.group.rank, rows, **self._axes)
+            key = (self.shape.sizes, rows, self._axes)
+            if len(self._routes) > 1024:
+                self._routes.clear()
+                self._known.clear()
+            found = self._routes[rows] = Route(*pieces, *key, False), Route(*pieces, *key, True)
+        return found[folds]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rows: Sequence[int],
+        *,
+        fold: torch.Tensor | None = None,
+        params: AllReduceParams | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """See `exchange`."""
+        group, rows = self.group, tuple(rows)
+        known = self._known.get((x.shape, x.dtype, rows))
+        if known is not None and fold is None and params is None and x.is_cpu and x.is_contiguous():
+            return known[0].run(_EXCHANGE, known[1], x, None, True)
+        route = self.route(rows, fold is not None)
+        check("exchange", group, x, fold)
+        if x.dtype not in DTYPES or x.dim() != 2:
+            refuse("exchange", group, f"{describe(x)}: it takes [rows, n] of a float type")
+        if len(x) != route.rows:
+            whose = f"rank {group.ranks[group.rank]} holds {len(x)} rows"
+            refuse("exchange", group, f"{whose}, but by rows {list(rows)} it has {route.rows}")
+        workspace = Workspace.of(group)
+        if workspace is None and group.size > 1:
+            refuse("exchange", group, "its ranks are on several hosts: exchange inside the node group")
+        if workspace is not None and x.shape[1] * x.element_size() > workspace.plane.slot_bytes:
+            long, slot = x.shape[1] * x.element_size(), workspace.plane.slot_bytes
+            refuse("exchange", group, f"a row of {long} bytes does not fit the workspace's {slot}: raise {FORCED}")
+        x, folded = x.contiguous(), fold.contiguous() if self._adds and fold is not None else None
+        finish = None
+        if params is not None and (params.fusion_op != fusion.AllReduceFusionOp.NONE or params.bias is not None):
+            finish = Finish(params, x, group, shape=torch.Size((route.rows_out, x.shape[1])))
+        if group.checked:
+            folds = "" if fold is None else " fold"
+            group.agree(f"exchange{folds} {describe(x, 0)} {self.shape} {self._axes} rows {list(rows)}")
+        if workspace is None:
+            alone = x.clone() if folded is None else x + folded
+            if finish is None:
+                return alone
+            finish.local(alone)
+        elif finish is None:
+            if fold is None and not group.checked:
+                self._known[x.shape, x.dtype, rows] = route, workspace
+            return route.run(_EXCHANGE, workspace, x, folded, summed=True)
+        elif route.most:
+            address = 0 if folded is None else folded.data_ptr()
+            how, to = (x.data_ptr(), address, route.signature), finish.addresses
+            status = workspace.plane.exchange_rows(_EXCHANGE, route.map, *how, finish.fixed, *to)
+            if status:
+                workspace.fail(status)
+        return finish.result if len(finish.result) > 1 else finish.result[0]
+
+
+class _Bound(dict[Any, Exchange]):
+    """A group's exchanges by their axes."""
+
+    def close(self) -> None:
+        self.clear()
 
 
 def exchange(
@@ -87,51 +186,10 @@ def exchange(
     params: the epilogue of the finished rows; its residual has the rows held afterwards, its outputs are those of
     AllReduce. Errors: InputError for arguments that cannot be; those of `cpu`.
     """
-    check("exchange", group, x, None if fold is None else fold)
-    workspace = Workspace.of(group)
-    if x.dtype not in DTYPES or x.dim() != 2 or shape.size != group.size:
-        refuse("exchange", group, f"{describe(x)} over {shape}: it takes [rows, n] of a float type, of all ranks")
-    if not set(gather) <= set(held) or set(cut) & set(held) or set(over) & set(held):
-        refuse("exchange", group, f"held {held}, over {over}, gather {gather}, cut {cut} contradict each other")
-    what = (tuple(shape.sizes.items()), tuple(rows), tuple(held), tuple(over), tuple(gather), tuple(cut))
-    if not {*held, *over, *gather, *cut} <= shape.sizes.keys():
-        refuse("exchange", group, f"held {held}, over {over}, gather {gather}, cut {cut}: axes are {list(shape.sizes)}")
-    blocks = math.prod(shape.sizes[axis] for axis in {*held, *cut})
-    if len(rows) != blocks or min(rows, default=0) < 0:
-        refuse("exchange", group, f"rows {list(rows)} must be {blocks} numbers, none below 0")
-    pieces, mine, most = _pieces(what[0], group.rank, *what[1:])
-    if len(x) != mine:
-        refuse("exchange", group, f"rank {group.ranks[group.rank]} holds {len(x)} rows, but by rows {mine}")
-    adds = fold is not None and all(shape.coordinate(group.rank, axis) == 0 for axis in over)
-    x, folded = x.contiguous(), fold.contiguous() if adds and fold is not None else None
-    if workspace is not None and x.shape[1] * x.element_size() > workspace.plane.slot_bytes:
-        long, slot = x.shape[1] * x.element_size(), workspace.plane.slot_bytes
-        refuse("exchange", group, f"a row of {long} bytes does not fit the workspace's {slot}: raise {FORCED}")
-    if workspace is None and group.size > 1:
-        refuse("exchange", group, "its ranks are on several hosts: exchange inside the node group")
-    finish = None
-    if params is not None and (params.fusion_op != fusion.AllReduceFusionOp.NONE or params.bias is not None):
-        out_rows = sum(piece.rows for piece in pieces)
-        finish = Finish(params, x, group, shape=torch.Size((out_rows, x.shape[1])))
-    if group.checked:
-        group.agree(f"exchange {describe(x, 0)} {what}")
-    signature = signature_of(what, fold is None)
-    if finish is None:
-        if workspace is None:
-            return x.clone() if folded is None else x + folded
-        return run("exchange", workspace, x, pieces, most, signature, folded, summed=True)
-    if workspace is None:
-        finish.local(x if folded is None else x + folded)
-    elif most:
-        status = workspace.plane.exchange_rows(
-            OPS.index("exchange"),
-            row_map(pieces, len(x), most),
-            x.data_ptr(),
-            0 if folded is None else folded.data_ptr(),
-            signature,
-            finish.fixed,
-            *finish.addresses,
-        )
-        if status:
-            workspace.fail(status)
-    return finish.result if len(finish.result) > 1 else finish.result[0]
+    given = (tuple(shape.sizes.items()), tuple(held), tuple(over), tuple(gather), tuple(cut))
+    bound = group.kept.setdefault("exchanges", _Bound())
+    assert isinstance(bound, _Bound)
+    move = bound.get(given)
+    if move is None:
+        move = bound[given] = Exchange(group, shape, held=held, over=over, gather=gather, cut=cut)
+    return move(x, rows, fold=fold, params=params)

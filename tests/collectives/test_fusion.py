@@ -10,7 +10,7 @@ from spmd.collectives.fusion import NEED_RESIDUAL, NEED_SCALE, OUTPUTS, AllReduc
 from spmd.errors import InputError
 from tests.launch import python
 
-ISAS = ["baseline", "avx2", "avx512"]
+ISAS = ["baseline", "avx2", "avx512", "avx512bf16"]
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 FP8, NVFP4 = AllReduceFusionOp.RESIDUAL_RMS_NORM_QUANT_FP8, AllReduceFusionOp.RESIDUAL_RMS_NORM_QUANT_NVFP4
