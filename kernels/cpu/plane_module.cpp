@@ -159,13 +159,14 @@ public:
     // self(x, out=...), or whatever else
     static PyObject* called(PyObject* self, PyObject* args, PyObject* keywords) {
         static PyObject* const name_of_out = PyUnicode_InternFromString("out");
+        static PyObject* const name_of_call = PyUnicode_InternFromString("_call");
         if (keywords && PyTuple_GET_SIZE(args) == 1 && PyDict_GET_SIZE(keywords) == 1) {
             PyObject* out = PyDict_GetItem(keywords, name_of_out);
             const int status = out ? instance(self)->sum(PyTuple_GET_ITEM(args, 0), out) : -1;
             if (status == 0) return Py_NewRef(out);
             if (status > 0) return PyObject_CallMethod(self, "_fail", "i", status);
         }
-        nb::object call = nb::steal(PyObject_GetAttrString(self, "_call"));
+        nb::object call = nb::steal(PyObject_GetAttr(self, name_of_call));
         return call.is_valid() ? PyObject_Call(call.ptr(), args, keywords) : nullptr;
     }
 
