@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -35,17 +34,10 @@ from spmd.collectives.arguments import (
 from spmd.control.mpi import Group
 from spmd.control.record import OPS
 from spmd.memory.workspace import Workspace
+from spmd.topology.rows import Piece
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # those that are summed
 _BYTES = 3  # any type, moved and not summed
-
-
-class Piece(NamedTuple):
-    """Rows [start, start + rows) of every source's tensor, summed over the sources in their order."""
-
-    start: int
-    rows: int
-    sources: tuple[int, ...]  # group ranks
 
 
 class Route:

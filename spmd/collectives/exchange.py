@@ -14,47 +14,15 @@ import torch
 
 from spmd.collectives import fusion
 from spmd.collectives.arguments import check, describe, refuse
-from spmd.collectives.cpu import DTYPES, Piece, Route
+from spmd.collectives.cpu import DTYPES, Route
 from spmd.collectives.epilogue import AllReduceParams, Finish
 from spmd.control.mpi import Group
 from spmd.control.record import OPS
 from spmd.memory.workspace import FORCED, Workspace
 from spmd.topology.radix import Radix
+from spmd.topology.rows import pieces_of, rows_held
 
 _EXCHANGE = OPS.index("exchange")
-
-
-def exchange_pieces(
-    shape: Radix,
-    rank: int,
-    rows: Sequence[int],
-    *,
-    held: Sequence[str],
-    over: Sequence[str] = (),
-    gather: Sequence[str] = (),
-    cut: Sequence[str] = (),
-) -> tuple[tuple[Piece, ...], int, int]:
-    """What `rank` reads of whom, in the order of its rows afterwards; how many rows it publishes itself; and how many
-    the rank that publishes most.
-
-    Arguments as in `exchange`; pure.
-    """
-    before, after = set(held), (set(held) - set(gather)) | set(cut)
-    blocks = Radix({axis: size for axis, size in shape.sizes.items() if axis in before | after})
-
-    def holds(who: int, block: int, axes: set[str]) -> bool:
-        return all(shape.coordinate(who, axis) == blocks.coordinate(block, axis) for axis in axes)
-
-    def published(who: int, end: int) -> int:
-        return sum(rows[block] for block in range(end) if holds(who, block, before))
-
-    pieces = []
-    for block in range(blocks.size):
-        if holds(rank, block, after):
-            sources = [who for who in shape.group(rank, *before, *over) if holds(who, block, before)]
-            pieces.append(Piece(published(sources[0], block), rows[block], tuple(sources)))
-    most = max(published(who, blocks.size) for who in range(shape.size))
-    return tuple(pieces), published(rank, blocks.size), most
 
 
 class Exchange:
@@ -75,7 +43,12 @@ class Exchange:
         cut: Sequence[str] = (),
     ) -> None:
         self.group, self.shape = group, shape
-        self._axes = {"held": tuple(held), "over": tuple(over), "gather": tuple(gather), "cut": tuple(cut)}
+        self._axes: dict[str, Any] = {
+            "held": tuple(held),
+            "over": tuple(over),
+            "gather": tuple(gather),
+            "cut": tuple(cut),
+        }
         said = ", ".join(f"{name} {[*axes]}" for name, axes in self._axes.items())
         if shape.size != group.size:
             refuse("exchange", group, f"{shape} numbers {shape.size} ranks, the group has {group.size}")
@@ -95,8 +68,13 @@ class Exchange:
         if found is None:
             if len(rows) != self._blocks or min(rows, default=0) < 0:
                 refuse("exchange", self.group, f"rows {list(rows)} must be {self._blocks} numbers, none below 0")
-            pieces = exchange_pieces(self.shape, self.group.rank, rows, **self._axes)
-            key = (self.shape.sizes, rows, self._axes)
+            shape, held = self.shape, self._axes["held"]
+            axes = {*held, *self._axes["cut"]}
+            blocks = Radix({axis: size for axis, size in shape.sizes.items() if axis in axes})
+            published = [rows_held(shape, rank, rows, held, blocks) for rank in range(shape.size)]
+            moved = pieces_of(shape, self.group.rank, rows, blocks=blocks, **self._axes)
+            pieces = moved, published[self.group.rank], max(published)
+            key = (shape.sizes, rows, self._axes)
             if len(self._routes) > 1024:
                 self._routes.clear()
                 self._known.clear()
