@@ -128,3 +128,33 @@ class Finish:
         """Do it to a finished sum of the input's type: no communication."""
         total = total.contiguous()
         _cpu.finish(total.data_ptr(), self.rows, self.fixed, *self.addresses)
+
+
+class ResidualNorm:
+    """The RMSNorm of a residual stream as the tail of any collective: norm and residual rows, [rows, n] of one type.
+
+    after(rows): the outputs for so many rows, and the addresses that a kernel takes after the fixed part.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+        n, dtype = len(weight), DTYPES[weight.dtype]
+        ops = (AllReduceFusionOp.RMS_NORM, AllReduceFusionOp.RESIDUAL_RMS_NORM)
+        self._fixed = [_cpu.Epilogue(op, dtype, n, 0, weight.data_ptr(), 0, 0, eps, 0.0) for op in ops]
+
+    def params(self) -> AllReduceParams:
+        """For an all-reduce, whose residual is still to be set in them."""
+        op = AllReduceFusionOp.RESIDUAL_RMS_NORM
+        return AllReduceParams(fusion_op=op, norm_weight=self.weight, eps=self.eps)
+
+    def tail(self, residual: torch.Tensor | None) -> _cpu.Epilogue:
+        """The fixed part: with a residual to add, or without."""
+        return self._fixed[residual is not None]
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [rows, n], contiguous -> (norm of x + residual, x + residual), no rank involved. No residual: x stays."""
+        norm = torch.empty_like(x)
+        total = x if residual is None else torch.empty_like(x)
+        kept, out = (0, 0) if residual is None else (residual.data_ptr(), total.data_ptr())
+        _cpu.finish(x.data_ptr(), len(x), self.tail(residual), kept, norm.data_ptr(), out, 0, 0)
+        return norm, total

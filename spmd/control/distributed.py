@@ -53,6 +53,7 @@ class Distributed:
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
         self._groups: dict[str, mpi.Group] = {}
+        self._along: dict[tuple[int, ...], mpi.Group] = {}
         self._parent = None
         self.local_rank, self.local_size, self._crowded, self.member = 0, 1, False, True
         self.cores_per_rank = len(os.sched_getaffinity(0))
@@ -105,6 +106,23 @@ class Distributed:
                 raise InputError(f"unknown axis {axis!r}: the axes are {', '.join(_GROUPS)}")
             self._groups[axis] = self._make(axis)
         return self._groups[axis]
+
+    def along(self, name: str, ranks: Sequence[int]) -> mpi.Group:
+        """The group of these ranks, this one among them: an axis's own where it has the same, else one of that name.
+
+        Ranks that share a group ask for all theirs in the same order."""
+        members = tuple(ranks)
+        if members not in self._along:
+            known = [axis for axis in AXES if getattr(self.mapping, f"{axis}_size") == len(members)]
+            same = [axis for axis in known if tuple(self.mapping.group(axis)) == members]
+            if same:
+                self._along[members] = self.group(same[0])
+            else:
+                number = len(_GROUPS) + len(self._along)
+                index = members.index(self.mapping.rank)
+                made = mpi.Group(self._parent, name, members, index, self._crowded, number)
+                self._along[members] = self._groups[name] = made
+        return self._along[members]
 
     def _make(self, axis: str) -> mpi.Group:
         mapping = self.mapping
@@ -204,9 +222,10 @@ class Distributed:
 
     def close(self) -> None:
         """Free this mapping's communicators: its ranks call it together. The next `get` makes new ones."""
-        for axis in _GROUPS:
-            if axis in self._groups:
-                self._groups.pop(axis).close()
+        order = [axis for axis in _GROUPS if axis in self._groups]
+        for axis in order + [name for name in self._groups if name not in order]:
+            self._groups.pop(axis).close()
+        self._along.clear()
         _open.pop(self.mapping, None)
 
 

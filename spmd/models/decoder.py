@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from itertools import zip_longest
-from typing import Any
+from dataclasses import replace
+from functools import cached_property
+from typing import Literal
 
 import torch
 
-from spmd.collectives.epilogue import AllReduceParams
-from spmd.collectives.fusion import AllReduceFusionOp
+from spmd.boundary.communicator import Partial, StageCommunicator
+from spmd.boundary.plan import Options
+from spmd.collectives import gather
+from spmd.control.distributed import Distributed
 from spmd.models.config import ModelConfig
 from spmd.models.weights import Checkpoint
-from spmd.nn import overlap
 from spmd.nn.attention import Attention, Chunk, KvCache
 from spmd.nn.embedding import VocabParallelEmbedding
 from spmd.nn.linear import Linear, TensorParallelMode
@@ -25,7 +27,7 @@ from spmd.topology.split import split
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)): [T, hidden] -> [T, hidden], the finished sum on every rank, or what follows it."""
+    """down(silu(gate(x)) * up(x)): x [T, hidden], equal on all ranks -> Partial [T, hidden], a sum owed over tp."""
 
     def __init__(self, config: ModelConfig, mapping: Mapping, dtype: torch.dtype) -> None:
         column, row = TensorParallelMode.COLUMN, TensorParallelMode.ROW
@@ -35,15 +37,14 @@ class Mlp:
         )
         self.down_proj = Linear(config.intermediate, config.hidden, config.mlp_bias, dtype, mapping, row)
 
-    def forward(self, x: torch.Tensor, all_reduce_params: AllReduceParams | None = None) -> Any:
-        return self.down_proj(swiglu(self.gate_up_proj(x)), all_reduce_params=all_reduce_params)
-
-    __call__ = forward
+    def __call__(self, x: torch.Tensor) -> Partial:
+        return self.down_proj.partial(swiglu(self.gate_up_proj(x)))
 
 
 class Layer:
-    """forward(x, residual) -> (x, residual): x is the residual normalised for this layer; what comes back is normalised
-    for the next one. What `finish` is for a stage's last layer: see there."""
+    """The blocks of a layer and the norms before them. What moves between them is the communicator's."""
+
+    kind = "dense"
 
     def __init__(self, config: ModelConfig, index: int, mapping: Mapping, dtype: torch.dtype) -> None:
         self.index = index
@@ -51,30 +52,6 @@ class Layer:
         self.attention = Attention(config.layer_attention(index), mapping, dtype)
         self.mlp_norm = RMSNorm(config.hidden, config.eps, dtype)
         self.mlp = Mlp(config, mapping, dtype)
-        self._after_attention = self.mlp_norm.after_all_reduce()
-        self._after_mlp: AllReduceParams | None = None
-
-    def finish(self, norm: RMSNorm | None) -> None:
-        """The norm that follows: the next layer's or the model's; None at the end of a stage that is not the last: then
-        x is what is still to be added to the residual."""
-        self._after_mlp = None if norm is None else norm.after_all_reduce()
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        rotation: torch.Tensor,
-        chunks: list[Chunk],
-        cache: KvCache,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._after_attention.residual = residual
-        x, residual = self.attention(x, rotation, chunks, cache, self._after_attention)
-        if self._after_mlp is None:
-            return self.mlp(x), residual
-        self._after_mlp.residual = residual
-        return self.mlp(x, self._after_mlp)
-
-    __call__ = forward
 
 
 class Decoder:
@@ -82,39 +59,55 @@ class Decoder:
 
     Between stages travels the finished hidden state [T, hidden]. forward(x, chunks, caches) takes token ids [T] int64
     on the first stage and hidden states elsewhere; the last stage returns logits [len(chunks), vocab] of each chunk's
-    last token (fp32, on every tp rank), the others hidden states [T, hidden].
+    last token (fp32, on every rank of the attention group), the others hidden states [T, hidden]. Under attention DP
+    the tokens are those of this rank's group, also none, and all groups call together.
+
+    options, policy: of the boundary plan. The groups are made at first use of `communicator`, by all ranks together.
     """
 
-    def __init__(self, config: ModelConfig, mapping: Mapping, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        mapping: Mapping,
+        dtype: torch.dtype,
+        options: Options | None = None,
+        policy: Literal["cost", "seed"] = "cost",
+    ) -> None:
         self.config, self.mapping, self.dtype = config, mapping, dtype
         self.first, self.last = mapping.is_first_pp_rank(), mapping.is_last_pp_rank()
+        self.options, self.policy = options or Options(), policy
         stage = mapping.pp_layers(config.num_layers)
         self.layers = [Layer(config, index, mapping, dtype) for index in stage]
         self.rotary = Rotary(config.rope)
         self.embed: VocabParallelEmbedding | None = None
         self.head: VocabParallelEmbedding | None = None
-        if self.first or (self.last and config.tied):
-            self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden, dtype, mapping)
-        norms = [layer.attn_norm for layer in self.layers[1:]]
+        table = (config.vocab_size, config.hidden, dtype, mapping)
+        whole = mapping.enable_lm_head_tp_in_adp
+        if self.first or (self.last and config.tied and not whole):
+            self.embed = VocabParallelEmbedding(*table, "attn_tp")
         if self.last:
             self.norm = RMSNorm(config.hidden, config.eps, dtype)
-            norms.append(self.norm)
             self.head = self.embed
-            if not config.tied:
-                self.head = VocabParallelEmbedding(config.vocab_size, config.hidden, dtype, mapping)
-        for layer, norm in zip_longest(self.layers, norms):
-            layer.finish(norm)
+            if not config.tied or whole:
+                self.head = VocabParallelEmbedding(*table, "tp" if whole else "attn_tp")
+
+    @cached_property
+    def communicator(self) -> StageCommunicator:
+        """What moves between the blocks; collective over the stage the first time."""
+        norms = [norm.tail() for layer in self.layers for norm in (layer.attn_norm, layer.mlp_norm)]
+        if self.last:
+            norms.append(self.norm.tail())
+        options = self.options if self.first else replace(self.options, input_scattered=False)
+        kinds = [layer.kind for layer in self.layers]
+        hidden = self.config.hidden
+        return StageCommunicator(self.mapping, kinds, norms, hidden, self.dtype, options, self.policy)
 
     def tune(self, rows: Sequence[int]) -> float:
         """Time the ways in which the all-reduces of forwards with so many rows can be done: a warm-up step, collective
-        over the stage's tp group. Returns the seconds it took, 0 where all is known."""
+        over the stage. Returns the seconds it took, 0 where all is known."""
         if self.mapping.tp_size == 1 or not self.layers:
             return 0.0
-        all_reduce = self.layers[0].attention.o_proj.all_reduce
-        all_reduce.lend((max(rows), self.config.hidden), self.dtype)  # the largest first: none grows in a forward
-        shapes = [(count, self.config.hidden) for count in dict.fromkeys(rows) if not overlap.worth(count)]
-        fused = [(shape, self.dtype, AllReduceFusionOp.RESIDUAL_RMS_NORM, True) for shape in shapes]
-        return all_reduce.tune(fused)
+        return self.communicator.tune([(count,) * self.mapping.attn_dp_size for count in dict.fromkeys(rows)])
 
     def new_caches(self, slots: int, max_length: int) -> list[KvCache]:
         """An empty KV cache for each layer of this stage."""
@@ -122,23 +115,33 @@ class Decoder:
         return [KvCache(slots, max_length, layer.attention.num_kv_heads, d, self.dtype) for layer in self.layers]
 
     def forward(self, x: torch.Tensor, chunks: list[Chunk], caches: Sequence[KvCache]) -> torch.Tensor:
+        communicator = self.communicator
+        counts, sequences = communicator.agree(len(x), len(chunks))
+        step = communicator.begin(counts)
         positions = [torch.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks]
-        rotation = self.rotary.at(torch.cat(positions) if len(positions) != 1 else positions[0])
+        rotation = self.rotary.at(positions[0] if len(positions) == 1 else torch.cat([torch.arange(0), *positions]))
         if self.first:
             assert self.embed is not None
-            x = self.embed(x)
-        if not self.layers and not self.last:
-            return x
-        x, residual = (self.layers[0].attn_norm if self.layers else self.norm)(x), x
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, rotation, chunks, cache)
-        if not self.last:
-            return residual + x
+            x = self.embed.partial(x) if step.embedding_owed else self.embed(x)
+        residual = None
+        for layer, cache, between in zip(self.layers, caches, step.layers, strict=True):
+            x, residual = between.prepare_attn(x, residual)
+            x, residual = between.prepare_mlp(layer.attention(x, rotation, chunks, cache), residual)
+            x, residual = between.postprocess_layer(layer.mlp(x), residual)
+        x, residual = step.finish(x, residual)
+        return self._logits(x, chunks, sequences) if self.last else x
+
+    def _logits(self, x: torch.Tensor, chunks: list[Chunk], sequences: tuple[int, ...]) -> torch.Tensor:
+        """Of each chunk's last token. sequences: the chunks of every attention group."""
         assert self.head is not None
         if len(x) != len(chunks):
-            ends = torch.tensor([chunk.length for chunk in chunks]).cumsum(0) - 1
-            x = x[ends]
-        return self.head.logits(x).float()
+            x = x[torch.tensor([chunk.length for chunk in chunks]).cumsum(0) - 1]
+        if self.head.axis == "attn_tp":
+            return self.head.logits(x).float()
+        group = Distributed.get(self.mapping).group("attn_dp")  # all tokens by all ranks, and then one's own again
+        scores = self.head.logits(gather.all_gather(x, group, dim=0, sizes=sequences))
+        first = sum(sequences[: group.rank])
+        return scores[first : first + len(chunks)].float()
 
     __call__ = forward
 
@@ -151,8 +154,9 @@ class Decoder:
             self.embed.load_shard(checkpoint.read("model.embed_tokens.weight", (c.vocab_size, c.hidden)))
         if self.last:
             self._load_norm(checkpoint, self.norm, "model.norm.weight")
-        if self.head is not None and not c.tied:
-            self.head.load_shard(checkpoint.read("lm_head.weight", (c.vocab_size, c.hidden)))
+        if self.head is not None and self.head is not self.embed:
+            name = "model.embed_tokens.weight" if c.tied else "lm_head.weight"
+            self.head.load_shard(checkpoint.read(name, (c.vocab_size, c.hidden)))
         q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         shapes = {"q_proj": (q, c.hidden), "k_proj": (kv, c.hidden), "v_proj": (kv, c.hidden), "o_proj": (c.hidden, q)}
         ffn = {"gate_proj": (c.intermediate, c.hidden), "up_proj": (c.intermediate, c.hidden)}

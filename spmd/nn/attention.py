@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from spmd.collectives.epilogue import AllReduceParams
+from spmd.boundary.communicator import Partial
 from spmd.errors import InputError
 from spmd.nn.linear import Linear, Source, TensorParallelMode
 from spmd.nn.norm import RMSNorm
@@ -58,20 +57,18 @@ class KvCache:
 
 
 class Attention:
-    """forward(x [T, hidden], rotation [T, head_dim / 2] complex64, chunks, cache) -> [T, hidden].
-
-    Every rank gets the finished sum (or its part of it, with `AllReduceParams(enable_allreduce=False)`).
+    """forward(x [T, hidden], rotation [T, head_dim / 2] complex64, chunks, cache) -> Partial [T, hidden], a sum that is
+    owed over the ranks that attend together (attn_tp), whose rows of x are the same.
 
     The rows of x are the chunks' tokens one after the other. Query head h reads key/value head h // (heads / kv_heads);
     a rank's heads are `Mapping.q_heads` / `kv_heads`, which may be uneven, so the query heads of a rank need not fill
     the groups of its key/value heads. Errors: InputError when heads do not cover the ranks, a slot
-    is full, or the mapping has cp or attention DP. Source: Ainslie et al., GQA, 2023.
+    is full, or the mapping has cp. Source: Ainslie et al., GQA, 2023.
     """
 
     def __init__(self, config: AttentionConfig, mapping: Mapping, dtype: torch.dtype) -> None:
-        if mapping.cp_size > 1 or mapping.attn_dp_size > 1:
-            sizes = f"cp_size {mapping.cp_size}, attn_dp_size {mapping.attn_dp_size}"
-            raise InputError(f"attention is cut over tp alone, but the mapping has {sizes}: use 1 for both")
+        if mapping.cp_size > 1:
+            raise InputError(f"attention is not cut over cp, but the mapping has cp_size {mapping.cp_size}: use 1")
         self.config, d = config, config.head_dim
         heads = mapping.q_heads(config.num_heads)
         kv_heads = mapping.kv_heads(config.num_heads, config.num_kv_heads)
@@ -80,8 +77,9 @@ class Attention:
         q_width, kv_width = config.num_heads * d, config.num_kv_heads * d
         column, row = TensorParallelMode.COLUMN, TensorParallelMode.ROW
         own = [q_rows, kv_rows, kv_rows]
-        self.qkv_proj = Linear(config.hidden, q_width + 2 * kv_width, config.qkv_bias, dtype, mapping, column, own=own)
-        self.o_proj = Linear(q_width, config.hidden, config.output_bias, dtype, mapping, row, own=[q_rows])
+        width, axis = q_width + 2 * kv_width, "attn_tp"
+        self.qkv_proj = Linear(config.hidden, width, config.qkv_bias, dtype, mapping, column, own=own, axis=axis)
+        self.o_proj = Linear(q_width, config.hidden, config.output_bias, dtype, mapping, row, own=[q_rows], axis=axis)
         self.q_norm = RMSNorm(d, config.eps, dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(d, config.eps, dtype) if config.qk_norm else None
         self._share = config.num_heads // config.num_kv_heads
@@ -109,21 +107,22 @@ class Attention:
         rotation: torch.Tensor,
         chunks: Sequence[Chunk],
         cache: KvCache,
-        all_reduce_params: AllReduceParams | None = None,
-    ) -> Any:
+    ) -> Partial:
         """Store the chunks' keys and values in the cache and attend over what it then holds; shapes: see the class."""
         h, kv, d = self.num_heads, self.num_kv_heads, self.config.head_dim
         qkv = self.qkv_proj(x).view(-1, h + 2 * kv, d)
         if self.q_norm is not None and self.k_norm is not None:
             qkv[:, :h] = self.q_norm(qkv[:, :h].contiguous())
             qkv[:, h : h + kv] = self.k_norm(qkv[:, h : h + kv].contiguous())
-        if len(chunks) == 1:
+        if not chunks:
+            heads = x.new_empty(0, h * d)
+        elif len(chunks) == 1:
             heads = self._one(qkv, rotation, chunks[0], cache)
         else:
             ends = accumulate(chunk.length for chunk in chunks)
             parts = [(chunk, slice(end - chunk.length, end)) for chunk, end in zip(chunks, ends, strict=True)]
             heads = torch.cat([self._one(qkv[at], rotation[at], chunk, cache) for chunk, at in parts])
-        return self.o_proj(heads, all_reduce_params=all_reduce_params)
+        return self.o_proj.partial(heads)
 
     __call__ = forward
 

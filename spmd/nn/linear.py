@@ -12,13 +12,13 @@ from typing import Any, Protocol, cast
 import torch
 import torch.nn.functional as F
 
-from spmd.collectives import gather
+from spmd.boundary.communicator import Partial
+from spmd.collectives import gather, overlap
 from spmd.collectives.allreduce import AllReduce
 from spmd.collectives.epilogue import AllReduceParams
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.errors import InputError
-from spmd.nn import overlap
 from spmd.topology.mapping import Mapping
 from spmd.topology.split import split
 
@@ -74,7 +74,7 @@ def fill(target: torch.Tensor, part: torch.Tensor, whole: Source) -> None:
 
 
 class Linear:
-    """y = x @ weight.T + bias over the ranks of the mapping's tp group.
+    """y = x @ weight.T + bias over the ranks of the mapping's tp group, or of another `axis` of it.
 
     COLUMN: x [..., in_features] equal on all ranks; every rank gets its own output features, or with `gather_output`
     all of them. ROW: x [..., local in features]; every rank gets the whole sum, or with `reduce_output=False` (or
@@ -102,11 +102,13 @@ class Linear:
         reduce_output: bool = True,
         own: Sequence[range] | None = None,
         sizes: Sequence[int] | None = None,
+        axis: str = "tp",
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
-        self.mapping = mapping or Mapping()
+        self.mapping, self.axis = mapping or Mapping(), axis
         self.tp_mode = tensor_parallel_mode
-        self.tp_size, self.tp_rank = self.mapping.tp_size, self.mapping.tp_rank
+        self.tp_size = getattr(self.mapping, f"{axis}_size")
+        self.tp_rank = getattr(self.mapping, f"{axis}_rank")
         self.gather_output = gather_output and tensor_parallel_mode == TensorParallelMode.COLUMN
         self.reduce_output = reduce_output and tensor_parallel_mode == TensorParallelMode.ROW
         cut = {TensorParallelMode.COLUMN: out_features, TensorParallelMode.ROW: in_features, None: 0}[self.tp_mode]
@@ -129,13 +131,17 @@ class Linear:
 
     @cached_property
     def group(self) -> Group:
-        """The tp group, asked for at first use."""
-        return Distributed.get(self.mapping).group("tp")
+        """The group along the axis, asked for at first use."""
+        return Distributed.get(self.mapping).group(self.axis)
 
     @cached_property
     def all_reduce(self) -> AllReduce:
         """What finishes the sum of a ROW layer."""
-        return AllReduce(self.mapping)
+        return AllReduce(self.mapping) if self.axis == "tp" else AllReduce(group=self.group)
+
+    def partial(self, input: torch.Tensor) -> Partial:
+        """A ROW layer's part of the sum over its group, still owed: input [T, local in], not even multiplied yet."""
+        return Partial(self._product, input, self.weight.shape[0])
 
     def load_shard(self, weights: Source | Sequence[Source], biases: Source | Sequence[Source] | None = None) -> None:
         """Copy this rank's slices of whole stored tensors: one per range of `own` (weight [out, in], bias [out]).

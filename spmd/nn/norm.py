@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spmd.collectives.epilogue import AllReduceParams
-from spmd.collectives.fusion import AllReduceFusionOp
+from spmd.collectives.epilogue import ResidualNorm
 from spmd.nn import rows
 
 
@@ -26,10 +25,9 @@ class RMSNorm:
 
     __call__ = forward
 
-    def after_all_reduce(self) -> AllReduceParams:
-        """Parameters of an all-reduce that adds a residual, to be set in them, and does this norm."""
-        op = AllReduceFusionOp.RESIDUAL_RMS_NORM
-        return AllReduceParams(fusion_op=op, norm_weight=self.weight, eps=self.eps)
+    def tail(self) -> ResidualNorm:
+        """The norm of a residual stream, as the last part of what moves it. It reads the weight where it is now."""
+        return ResidualNorm(self.weight, self.eps)
 
     def add_(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows.add_rms_norm_(x, residual, self.weight, self.eps)
