@@ -1,7 +1,9 @@
 """Prefill and decode: prompts in microbatches through the pipeline stages, tokens back from the last one.
 
 Every rank runs the same loop over the same microbatches in the same order and knows every token, so all ranks agree
-on what is alive without asking. Activations go from stage to stage by sends that do not block; tokens go from the last
+on what is alive without asking. Under attention DP prompt i belongs to attention group i % attn_dp, whose ranks alone
+hold its cache; all groups forward together, also those without a token.
+Activations go from stage to stage by sends that do not block; tokens go from the last
 stage straight to all others.
 """
 
@@ -11,7 +13,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -37,7 +39,8 @@ class Sampling:
 
 @dataclass
 class Generation:
-    """What one run made. logits (only when kept, and only where the last stage's first tp rank is): [tokens, vocab]."""
+    """What one run made. logits: only when kept, and only on the first rank of the prompt's attention group on the last
+    stage: [tokens, vocab]."""
 
     tokens: list[list[int]]
     ttft_ns: int = 0  # until every prompt has its first token
@@ -116,7 +119,8 @@ class _Run:
         self.decoder, self.mapping, self.prompts, self.how = decoder, decoder.mapping, prompts, how
         self.keep_logits, self.forced, self.on_token = keep_logits, forced, on_token
         self._pipeline = pipeline
-        self.caches = decoder.new_caches(len(prompts), max(map(len, prompts)) + how.max_tokens)
+        slots = len(prompts[self.mapping.attn_dp_rank :: self.mapping.attn_dp_size])
+        self.caches = decoder.new_caches(slots, max(map(len, prompts)) + how.max_tokens)
         self.made = Generation([[] for _ in prompts], logits=[[] for _ in prompts])
         self.sampled: dict[int, list[int]] = {}  # on the last stage: first prompt of a microbatch -> its new tokens
 
@@ -150,38 +154,56 @@ class _Run:
         how, tokens = self.how, self.made.tokens
         return [i for i in batch if len(tokens[i]) < how.max_tokens and not (tokens[i] and tokens[i][-1] in how.eos)]
 
+    def own(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Those of this rank's attention group."""
+        groups, mine = self.mapping.attn_dp_size, self.mapping.attn_dp_rank
+        return chunks if groups == 1 else [chunk for chunk in chunks if chunk.slot % groups == mine]
+
     def expect(self, chunks: list[Chunk]) -> Receiving | None:
         """Post the receive of the previous stage's activations."""
         if self.mapping.is_first_pp_rank():
             return None
-        rows = sum(chunk.length for chunk in chunks)
+        rows = sum(chunk.length for chunk in self.own(chunks))
         return self.pipeline.irecv(torch.empty(rows, self.decoder.config.hidden, dtype=self.decoder.dtype))
 
     def forward(self, chunks: list[Chunk], receiving: Receiving | None) -> None:
         """One microbatch through this stage: its new tokens, or the previous stage's activations of them."""
+        own = self.own(chunks)
         if receiving is None:
-            texts = (self.prompts[c.slot] if c.start == 0 else self.made.tokens[c.slot][-1:] for c in chunks)
-            x = torch.tensor([token for text in texts for token in text])
+            texts = (self.prompts[c.slot] if c.start == 0 else self.made.tokens[c.slot][-1:] for c in own)
+            x = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
         else:
             x = receiving.wait()
-        out = self.decoder(x, chunks, self.caches)
+        groups = self.mapping.attn_dp_size
+        out = self.decoder(x, [replace(c, slot=c.slot // groups) for c in own] if groups > 1 else own, self.caches)
         if not self.mapping.is_last_pp_rank():
             self.pipeline.send(out)
             return
         tokens = []
-        for row, prompt in enumerate(chunk.slot for chunk in chunks):
+        for row, prompt in enumerate(chunk.slot for chunk in own):
             position = len(self.made.tokens[prompt])
-            if self.keep_logits and self.mapping.tp_rank == 0:
+            if self.keep_logits and self.mapping.attn_tp_rank == 0:
                 self.made.logits[prompt].append(out[row].clone())
             if self.forced is None:
                 tokens.append(sample(out[row], self.how, prompt, position))
             else:
                 tokens.append(self.forced[prompt][position])
-        if self.mapping.has_tp():  # one rank's choice is everybody's
-            tokens = Distributed.get(self.mapping).group("tp").broadcast_int64(tokens).tolist()
+        tokens = self.shared(tokens, chunks)
         for stage in self.mapping.pp_group[:-1]:
             self.pipeline.send(torch.tensor(tokens), stage)
         self.sampled[chunks[0].slot] = tokens
+
+    def shared(self, tokens: list[int], chunks: list[Chunk]) -> list[int]:
+        """The new tokens of all chunks, from those of this rank's attention group: one rank's choice is everybody's."""
+        mapping = self.mapping
+        dist = Distributed.get(mapping)
+        if mapping.attn_tp_size > 1:
+            tokens = dist.group("attn_tp").broadcast_int64(tokens).tolist()
+        if mapping.attn_dp_size == 1:
+            return tokens
+        padded = tokens + [0] * (len(chunks) - len(tokens))
+        everyone = [iter(row) for row in dist.group("attn_dp").allgather_int64(padded).tolist()]
+        return [next(everyone[chunk.slot % mapping.attn_dp_size]) for chunk in chunks]
 
     def take(self, batch: list[int]) -> None:
         """Append the new tokens of a microbatch, on every stage."""

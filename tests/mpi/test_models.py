@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from spmd import Mapping
+from spmd.boundary.plan import Options
 from spmd.control import mpi
 from spmd.control.pipeline import init_pp_comm
 from spmd.models.decoder import Decoder
@@ -22,12 +23,12 @@ def made_oracle():
     mpi.wait([mpi.world().Ibarrier()], timeout=600)
 
 
-def compare(name, tp, pp, batch, microbatches=1):
+def compare(name, tp, pp, batch, microbatches=1, options=None, policy="cost", **layout):
     world = mpi.world()
-    case, mapping = oracle.load(name), Mapping(tp * pp, world.rank, tp_size=tp, pp_size=pp)
+    case, mapping = oracle.load(name), Mapping(tp * pp, world.rank, tp_size=tp, pp_size=pp, **layout)
     checkpoint = open_checkpoint(case.path)
     with torch.inference_mode():
-        decoder = Decoder(checkpoint.config, mapping, torch.float32)
+        decoder = Decoder(checkpoint.config, mapping, torch.float32, options, policy)
         decoder.load(checkpoint)
     pipeline = init_pp_comm(mapping) if pp > 1 else None
     made = generate(
@@ -39,10 +40,12 @@ def compare(name, tp, pp, batch, microbatches=1):
         keep_logits=True,
     )
     assert made.tokens == case.tokens[:batch]
-    if mapping.is_last_pp_rank() and mapping.tp_rank == 0:
-        logits = torch.stack([torch.stack(rows) for rows in made.logits])
-        assert logits.shape == case.logits[:batch].shape
-        assert (logits - case.logits[:batch]).abs().max() <= 2e-4
+    if mapping.is_last_pp_rank() and mapping.attn_tp_rank == 0:
+        own = range(mapping.attn_dp_rank, batch, mapping.attn_dp_size)
+        for prompt in own:
+            logits = torch.stack(made.logits[prompt])
+            assert logits.shape == case.logits[prompt].shape
+            assert (logits - case.logits[prompt]).abs().max() <= 2e-4
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 5)
@@ -65,3 +68,43 @@ def test_microbatches_change_nothing(microbatches):
     size = mpi.world().size
     tp, pp = (2, 2) if size == 4 else (1, size)
     compare("llama", tp, pp, 5, microbatches)
+
+
+SHARED = {  # attention DP: (tp, pp, attn_dp) of a world
+    2: [(2, 1, 2)],
+    3: [(3, 1, 3)],
+    4: [(4, 1, 2), (4, 1, 4), (2, 2, 2)],
+    6: [(6, 1, 2), (6, 1, 3)],
+    8: [(8, 1, 4), (4, 2, 2)],
+}
+
+
+@pytest.mark.ranks(2, 3, 4, 6, 8)
+@pytest.mark.parametrize("tp,pp,attn_dp", SHARED.get(mpi.world().size, []))
+@pytest.mark.parametrize("batch", [1, 5])  # 1: all groups but one are idle all the time
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+def test_attention_dp_equals_transformers(tp, pp, attn_dp, batch, policy):
+    compare("qwen3", tp, pp, batch, attn_dp_size=attn_dp, policy=policy)
+
+
+VARIANTS = {
+    "eager": Options(defer_mlp_sum=False),
+    "input scattered": Options(input_scattered=True),
+    "both": Options(defer_mlp_sum=False, input_scattered=True),
+}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_options_of_a_plan_change_no_result(variant, policy, shared):
+    size = mpi.world().size
+    compare("qwen3", size, 1, 5, options=VARIANTS[variant], policy=policy, attn_dp_size=2 if shared else 1)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", ["llama", "smollm2"])  # with and without a table of its own
+def test_a_head_over_all_ranks_under_attention_dp(name):
+    size = mpi.world().size
+    compare(name, size, 1, 5, attn_dp_size=2, enable_lm_head_tp_in_adp=True)
