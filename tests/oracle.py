@@ -56,6 +56,18 @@ TINY = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}),
     "mistral": ("Mistral", {"sliding_window": 6}),
+    # experts that no small number of ranks divides; Qwen3's first and third layers are dense, Qwen2's second and fourth
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "shared_expert_intermediate_size": 44}
+        | {"decoder_sparse_step": 2, "tie_word_embeddings": True, "use_sliding_window": False},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "norm_topk_prob": True}
+        | {"mlp_only_layers": [0, 2], "tie_word_embeddings": False},
+    ),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
     "llama-llama3": ("Llama", {"rope_parameters": _LLAMA3}),

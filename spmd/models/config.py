@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spmd.errors import InputError
+from spmd.models.kinds import EXPERTS, layer_kinds
 from spmd.nn.attention import AttentionConfig
+from spmd.nn.experts import MoeConfig
 from spmd.nn.rotary import PARAMETERS, RopeConfig
 
 ARCHITECTURES = {
@@ -17,12 +19,16 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: sizes, and what distinguishes the architectures. eos: tokens that end a text."""
+    """A decoder-only transformer: sizes, and what distinguishes the architectures. eos: tokens that end a text; moe:
+    the sparse layers, if there are any; kinds: "dense" or "moe" for every layer."""
 
     family: str
     vocab_size: int
@@ -35,6 +41,8 @@ class ModelConfig:
     max_positions: int
     windows: tuple[int | None, ...]
     eos: tuple[int, ...]
+    kinds: tuple[str, ...] = ()  # empty: all dense
+    moe: MoeConfig | None = None
 
     @property
     def hidden(self) -> int:
@@ -43,6 +51,9 @@ class ModelConfig:
     @property
     def eps(self) -> float:
         return self.attention.eps
+
+    def kind(self, layer: int) -> str:
+        return self.kinds[layer] if self.kinds else "dense"
 
     def layer_attention(self, layer: int) -> AttentionConfig:
         """The attention of one layer: its window may be its own."""
@@ -87,8 +98,8 @@ class Reader:
         value = self._get(key, default, lambda v: type(v) in (int, float) and 0 < v < math.inf, "a number above 0")
         return None if value is None else float(value)
 
-    def flag(self, key: str) -> bool:
-        return self._get(key, False, lambda v: isinstance(v, bool), "true or false")
+    def flag(self, key: str, default: bool = False) -> bool:
+        return self._get(key, default, lambda v: isinstance(v, bool), "true or false")
 
     def text(self, key: str, default: Any = _REQUIRED) -> Any:
         return self._get(key, default, lambda v: isinstance(v, str), "a text")
@@ -145,9 +156,9 @@ def from_hf(values: Dict[str, Any], where: str, generation: Dict[str, Any] | Non
             num_heads=heads,
             num_kv_heads=read.count("num_key_value_heads", heads),
             head_dim=head_dim,
-            qkv_bias=family == "qwen2" or bias,
-            output_bias=family != "qwen2" and bias,
-            qk_norm=family == "qwen3",
+            qkv_bias=read.flag("qkv_bias", True) if family.startswith("qwen2") else bias,
+            output_bias=not family.startswith("qwen2") and bias,
+            qk_norm=family.startswith("qwen3"),
             eps=read.real("rms_norm_eps"),
         ),
         rope=_rope(
@@ -163,6 +174,28 @@ def from_hf(values: Dict[str, Any], where: str, generation: Dict[str, Any] | Non
         max_positions=positions,
         windows=_windows(family, read, layers),
         eos=ends.token_ids("eos_token_id"),
+        kinds=tuple(layer_kinds(values)),
+        moe=_moe(family, read),
+    )
+
+
+def _moe(family: str, read: Reader) -> MoeConfig | None:
+    """The sparse layers of the families that have them."""
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        return None
+    mixtral = family == "mixtral"
+    stored = next((key for key in EXPERTS if key in read.values), EXPERTS[0])  # the name depends on who wrote the file
+    experts, k = read.count(stored), read.count("num_experts_per_tok")
+    if k > experts:
+        raise InputError(f"{read.where}: num_experts_per_tok is {k}, but there are {experts} experts")
+    shared = read.count("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+    return MoeConfig(
+        num_experts=experts,
+        top_k=k,
+        intermediate=read.count("intermediate_size" if mixtral else "moe_intermediate_size"),
+        normalise=mixtral or read.flag("norm_topk_prob"),
+        shared=shared,
+        shared_gate=shared > 0,
     )
 
 
@@ -178,7 +211,7 @@ def _rope(head_dim: int, theta: float, kind: str, parameters: dict[str, Any], po
 
 def _windows(family: str, read: Reader, layers: int) -> tuple[int | None, ...]:
     """Sliding window of each layer: Mistral's on all, Qwen's only when switched on, on the layers the file names."""
-    size = read.count("sliding_window", None)
+    size = read.index("sliding_window", 0) or None
     if size is None or family == "llama" or (family.startswith("qwen") and not read.flag("use_sliding_window")):
         return (None,) * layers
     kinds = read.texts("layer_types", None)

@@ -18,7 +18,8 @@ from spmd.models.config import ModelConfig
 from spmd.models.weights import Checkpoint
 from spmd.nn.attention import Attention, Chunk, KvCache
 from spmd.nn.embedding import VocabParallelEmbedding
-from spmd.nn.linear import Linear, TensorParallelMode
+from spmd.nn.experts import Experts
+from spmd.nn.linear import Linear, Source, TensorParallelMode
 from spmd.nn.norm import RMSNorm
 from spmd.nn.rotary import Rotary
 from spmd.nn.rows import swiglu
@@ -44,14 +45,17 @@ class Mlp:
 class Layer:
     """The blocks of a layer and the norms before them. What moves between them is the communicator's."""
 
-    kind = "dense"
-
-    def __init__(self, config: ModelConfig, index: int, mapping: Mapping, dtype: torch.dtype) -> None:
-        self.index = index
+    def __init__(self, config: ModelConfig, index: int, mapping: Mapping, dtype: torch.dtype, options: Options) -> None:
+        self.index, self.kind = index, config.kind(index)
         self.attn_norm = RMSNorm(config.hidden, config.eps, dtype)
         self.attention = Attention(config.layer_attention(index), mapping, dtype)
         self.mlp_norm = RMSNorm(config.hidden, config.eps, dtype)
-        self.mlp = Mlp(config, mapping, dtype)
+        self.mlp: Mlp | Experts
+        if self.kind == "moe":
+            assert config.moe is not None
+            self.mlp = Experts(config.hidden, config.moe, mapping, dtype, options.a2a)
+        else:
+            self.mlp = Mlp(config, Mapping() if options.dense_dp else mapping, dtype)
 
 
 class Decoder:
@@ -77,7 +81,7 @@ class Decoder:
         self.first, self.last = mapping.is_first_pp_rank(), mapping.is_last_pp_rank()
         self.options, self.policy = options or Options(), policy
         stage = mapping.pp_layers(config.num_layers)
-        self.layers = [Layer(config, index, mapping, dtype) for index in stage]
+        self.layers = [Layer(config, index, mapping, dtype, self.options) for index in stage]
         self.rotary = Rotary(config.rope)
         self.embed: VocabParallelEmbedding | None = None
         self.head: VocabParallelEmbedding | None = None
@@ -171,12 +175,35 @@ class Decoder:
             biased = [part for part in shapes if (a.output_bias if part == "o_proj" else a.qkv_bias)]
             biases = [checkpoint.read(f"{name}self_attn.{part}.bias", shapes[part][:1]) for part in biased]
             layer.attention.load_shard(weights, biases, checkpoint.interleaved)
+            if isinstance(layer.mlp, Experts):
+                self._load_experts(checkpoint, layer.mlp, name)
+                continue
             weights = [checkpoint.read(f"{name}mlp.{part}.weight", shape) for part, shape in ffn.items()]
             biases = [checkpoint.read(f"{name}mlp.{part}.bias", shape[:1]) for part, shape in ffn.items() if c.mlp_bias]
             layer.mlp.gate_up_proj.load_shard(weights, biases or None)
             down = checkpoint.read(f"{name}mlp.down_proj.weight", (c.hidden, c.intermediate))
             bias = checkpoint.read(f"{name}mlp.down_proj.bias", (c.hidden,)) if c.mlp_bias else None
             layer.mlp.down_proj.load_shard(down, bias)
+
+    def _load_experts(self, checkpoint: Checkpoint, experts: Experts, name: str) -> None:
+        moe, hidden = experts.config, self.config.hidden
+        mixtral = self.config.family == "mixtral"
+        block = f"{name}block_sparse_moe." if mixtral else f"{name}mlp."
+        parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+
+        def three(where: str, width: int) -> list[Source]:
+            shapes = ((width, hidden), (width, hidden), (hidden, width))
+            return [checkpoint.read(f"{where}{part}.weight", s) for part, s in zip(parts, shapes, strict=True)]
+
+        gate = checkpoint.read(f"{block}gate.weight", (moe.num_experts, hidden))
+        experts.gate.copy_(gate[slice(0, moe.num_experts), slice(0, hidden)])
+        for number in experts.own:
+            experts.load_expert(number, *three(f"{block}experts.{number}.", moe.intermediate))
+        if moe.shared:
+            experts.load_shared(*three(f"{block}shared_expert.", moe.shared))
+        if experts.shared_gate is not None:
+            stored = checkpoint.read(f"{block}shared_expert_gate.weight", (1, hidden))
+            experts.shared_gate.copy_(stored[slice(0, 1), slice(0, hidden)])
 
     @staticmethod
     def _load_norm(checkpoint: Checkpoint, norm: RMSNorm, name: str) -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from spmd import Mapping
-from spmd.boundary.plan import Options
+from spmd.boundary.plan import Batch, Options, plan
 from spmd.control import mpi
 from spmd.control.pipeline import init_pp_comm
+from spmd.errors import InputError
 from spmd.models.decoder import Decoder
 from spmd.models.generate import Sampling, generate
 from spmd.models.weights import open_checkpoint
@@ -108,3 +109,40 @@ def test_options_of_a_plan_change_no_result(variant, policy, shared):
 def test_a_head_over_all_ranks_under_attention_dp(name):
     size = mpi.world().size
     compare(name, size, 1, 5, attn_dp_size=2, enable_lm_head_tp_in_adp=True)
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def expert_layouts(world):
+    """(tp, pp, attn_dp, moe_tp, moe_cluster, all-to-all) of a world: all that are legal, of larger worlds some."""
+    found = []
+    for pp in [1, 2] if world in (2, 4, 8) else [1]:
+        tp = world // pp
+        for attn_dp in divisors(tp):
+            for moe_tp in divisors(tp):
+                for cluster in divisors(tp // moe_tp):
+                    found += [(tp, pp, attn_dp, moe_tp, cluster, a2a) for a2a in (False, True)]
+    found = [layout for layout in found if fits(*layout)]
+    return found if world < 6 else found[:: max(len(found) // 8, 1)]
+
+
+def fits(tp, pp, attn_dp, moe_tp, cluster, a2a):
+    """Whether the plan exists: the views have a common refinement, or are not asked to have one."""
+    mapping = Mapping(tp * pp, 0, tp_size=tp, pp_size=pp, attn_dp_size=attn_dp, moe_tp_size=moe_tp,
+                      moe_cluster_size=cluster, moe_ep_size=tp // moe_tp // cluster)  # fmt: skip
+    try:
+        plan(mapping, ["moe"], Batch(8, 320), options=Options(a2a=a2a))
+    except InputError:
+        return False
+    return mapping.moe_ep_size <= 5
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 6, 8)
+@pytest.mark.parametrize("tp,pp,attn_dp,moe_tp,cluster,a2a", expert_layouts(mpi.world().size))
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_in_every_layout_equal_transformers(name, tp, pp, attn_dp, moe_tp, cluster, a2a):
+    sizes = {"moe_tp_size": moe_tp, "moe_cluster_size": cluster, "moe_ep_size": tp // moe_tp // cluster}
+    policy = "seed" if moe_tp > cluster else "cost"
+    compare(name, tp, pp, 5, options=Options(a2a=a2a), policy=policy, attn_dp_size=attn_dp, **sizes)

@@ -1,0 +1,155 @@
+"""Mixture of experts: the router, this rank's experts, and the ways in which tokens meet them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from spmd.collectives import gather
+from spmd.control.distributed import Distributed
+from spmd.control.mpi import Group
+from spmd.errors import InputError
+from spmd.nn.linear import Source, fill
+from spmd.nn.rows import swiglu
+from spmd.topology.mapping import Mapping
+from spmd.topology.split import split
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Sizes and options of the sparse layers.
+
+    scoring: of the router's logits, "softmax" or "sigmoid" (then with a bias per expert that only chooses). groups: of
+    experts, of which the kept_groups with the best score are looked at: their best expert (group_score 1) or the sum
+    of their two best (2). normalise: the weights of a token's top_k sum to 1; scale: what they are multiplied with.
+    shared: width of the expert that all tokens go to, 0 for none; shared_gate: it has a gate of its own.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate: int
+    normalise: bool = True
+    scoring: str = "softmax"
+    groups: int = 1
+    kept_groups: int = 1
+    group_score: int = 1
+    scale: float = 1.0
+    shared: int = 0
+    shared_gate: bool = False
+
+
+def choose(
+    logits: torch.Tensor, config: MoeConfig, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts, best first, and their weights: logits [T, E] -> int64 [T, k], fp32 [T, k].
+
+    bias [E]: is added to the scores for the choice, not to the weights. Sources: Shazeer et al., Outrageously Large
+    Neural Networks, 2017; DeepSeek-V2 and V3 for groups and bias, 2024.
+    """
+    scores = logits.float()
+    scores = scores.sigmoid() if config.scoring == "sigmoid" else scores.softmax(-1)
+    judged = scores if bias is None else scores + bias
+    if config.groups > 1:
+        grouped = judged.view(len(judged), config.groups, -1)
+        of_group = grouped.topk(config.group_score, dim=-1).values.sum(-1)
+        kept = torch.zeros_like(of_group).scatter_(1, of_group.topk(config.kept_groups, dim=-1).indices, 1).bool()
+        judged = judged.masked_fill(~kept.repeat_interleave(grouped.shape[-1], dim=1), float("-inf"))
+    ids = judged.topk(config.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if config.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if config.scoring == "sigmoid" else 0.0))
+    return ids, weights * config.scale
+
+
+class Experts:
+    """forward(x [T, hidden]) -> a sum [T, hidden] that is owed as the boundary plan says.
+
+    Expert e is held by the moe_ep rank of every cluster that owns it (`Mapping.ep_experts`), cut over moe_tp by its
+    inner width. Without all-to-all x has the rows of the whole cluster, and the sum is owed over moe_tp and moe_ep.
+    With it the rows differ over moe_ep: every token goes to each rank that owns any of its experts, and what those
+    make of it comes back; the sum is owed over moe_tp.
+
+    A rank's experts are added in fp32, in their order, and rounded once; so are the rows that come back, in rank order.
+    The shared expert is cut over the ranks that owe the sum. Errors: InputError for more ranks than experts.
+    """
+
+    def __init__(
+        self, hidden: int, config: MoeConfig, mapping: Mapping, dtype: torch.dtype, alltoall: bool = False
+    ) -> None:
+        self.config, self.mapping, self.hidden, self.dtype = config, mapping, hidden, dtype
+        self.alltoall = alltoall and mapping.moe_ep_size > 1
+        if config.num_experts < mapping.moe_ep_size:
+            raise InputError(f"{config.num_experts} experts cannot be split over moe_ep_size {mapping.moe_ep_size}")
+        self.own = mapping.ep_experts(config.num_experts)
+        self.width = split(config.intermediate, mapping.moe_tp_size, mapping.moe_tp_rank)
+        over, at = mapping.moe_tp_size, mapping.moe_tp_rank
+        if not alltoall:
+            over, at = over * mapping.moe_ep_size, at * mapping.moe_ep_size + mapping.moe_ep_rank
+        self.shared_width = split(config.shared, over, at)
+        count, inner, shared = len(self.own), len(self.width), len(self.shared_width)
+        self.gate = torch.empty(config.num_experts, hidden, dtype=dtype)
+        self.bias = torch.zeros(config.num_experts) if config.scoring == "sigmoid" else None
+        self.gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype)
+        self.down = torch.empty(count, hidden, inner, dtype=dtype)
+        self.shared_gate_up = torch.empty(2 * shared, hidden, dtype=dtype)
+        self.shared_down = torch.empty(hidden, shared, dtype=dtype)
+        self.shared_gate = torch.empty(1, hidden, dtype=dtype) if config.shared_gate else None
+
+    @cached_property
+    def group(self) -> Group:
+        """The ranks that tokens are sent between."""
+        return Distributed.get(self.mapping).group("moe_ep")
+
+    def load_expert(self, number: int, gate: Source, up: Source, down: Source) -> None:
+        """Copy this rank's part of a stored expert that it owns: gate and up [I, hidden], down [hidden, I]."""
+        at = number - self.own.start
+        _load(self.gate_up[at], self.down[at], self.width, gate, up, down)
+
+    def load_shared(self, gate: Source, up: Source, down: Source) -> None:
+        """Copy this rank's part of the shared expert."""
+        _load(self.shared_gate_up, self.shared_down, self.shared_width, gate, up, down)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        ids, weights = choose(F.linear(x, self.gate), self.config, self.bias)
+        total = self._alltoall(x, ids, weights) if self.alltoall else self._local(x, ids, weights)
+        if self.config.shared:
+            shared = F.linear(swiglu(F.linear(x, self.shared_gate_up)), self.shared_down).float()
+            if self.shared_gate is not None:
+                shared *= F.linear(x, self.shared_gate).float().sigmoid()
+            total += shared
+        return total.to(x.dtype)
+
+    def _local(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts make of these rows, in fp32."""
+        total = torch.zeros(len(x), self.hidden)
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        ends = torch.searchsorted(flat[order], torch.arange(self.own.start, self.own.stop + 1)).tolist()
+        rows = order // ids.shape[1]
+        scale = weights.flatten()[order].unsqueeze(1)
+        for index, (first, end) in enumerate(pairwise(ends)):
+            if first < end:
+                at = rows[first:end]
+                made = swiglu(torch.mm(x[at], self.gate_up[index].t()))
+                made = torch.mm(made, self.down[index].t())
+                total.index_add_(0, at, made.float().mul_(scale[first:end]))
+        return total
+
+    def _alltoall(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The form of an all-gather and a reduce-scatter: for ranks that share no memory."""
+        sizes = self.group.allgather_int64([len(x)])[:, 0].tolist()
+        every = [gather.all_gather(part, self.group, dim=0, sizes=sizes) for part in (x, ids, weights)]
+        return gather.reduce_scatter(self._local(*every), self.group, dim=0, sizes=sizes)
+
+
+def _load(
+    gate_up: torch.Tensor, down: torch.Tensor, width: range, gate: Source, up: Source, down_stored: Source
+) -> None:
+    part, hidden, inner = slice(width.start, width.stop), slice(0, len(down)), len(width)
+    for target, stored in ((gate_up[:inner], gate), (gate_up[inner:], up)):
+        fill(target, stored[part, hidden], stored)
+    fill(down, down_stored[hidden, part], down_stored)
