@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from spmd.boundary.communicator import LayerCommunicator
+    from spmd.boundary.layout import ScatterMode
     from spmd.collectives.allreduce import AllReduce
     from spmd.collectives.epilogue import AllReduceParams
     from spmd.collectives.exchange import exchange
@@ -26,10 +28,12 @@ _HOME = {
     "AllReduceStrategy": "spmd.collectives.strategy",
     "CpType": "spmd.topology.mapping",
     "Distributed": "spmd.control.distributed",
+    "LayerCommunicator": "spmd.boundary.communicator",
     "Linear": "spmd.nn.linear",
     "Mapping": "spmd.topology.mapping",
     "MoEAllReduce": "spmd.collectives.moe",
     "MoEAllReduceParams": "spmd.collectives.moe",
+    "ScatterMode": "spmd.boundary.layout",
     "TensorParallelMode": "spmd.nn.linear",
     "allgather": "spmd.collectives.gather",
     "alltoall": "spmd.collectives.gather",
@@ -46,10 +50,12 @@ __all__ = [
     "AllReduceStrategy",
     "CpType",
     "Distributed",
+    "LayerCommunicator",
     "Linear",
     "Mapping",
     "MoEAllReduce",
     "MoEAllReduceParams",
+    "ScatterMode",
     "TensorParallelMode",
     "allgather",
     "alltoall",

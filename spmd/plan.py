@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from spmd.boundary.explain import text
 from spmd.control import job
 from spmd.errors import InputError
 from spmd.models.kinds import layer_kinds
+from spmd.topology.mapping import Mapping
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -23,12 +25,14 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", choices=("cost", "seed"), default="cost", help="cheapest, or SGLang's choices")
     parser.add_argument("--a2a", action="store_true", help="experts get their rows by dispatch and combine")
     parser.add_argument("--dense-dp", action="store_true", help="dense MLPs are whole on every rank")
-    parser.add_argument("--defer-mlp-sum", action=argparse.BooleanOptionalAction, default=True, help="to the next norm")
+    parser.add_argument("--defer-mlp-sum", choices=("on", "off"), default="on", help="an MLP's sum, to the next norm")
     parser.add_argument("--input-scattered", action="store_true", help="the embedding's sum is finished by the plan")
 
 
 def choices(args: argparse.Namespace) -> planner.Options:
-    return planner.Options(**{field.name: getattr(args, field.name) for field in fields(planner.Options)})
+    """What those options say."""
+    given = {field.name: getattr(args, field.name) for field in fields(planner.Options)}
+    return planner.Options(**given | {"defer_mlp_sum": args.defer_mlp_sum == "on"})
 
 
 def options() -> job.Options:
@@ -74,18 +78,28 @@ def main() -> None:
         raise InputError(f"{path}: hidden_size must be a whole number above 0, but is {hidden!r}")
     here = mapping.with_rank(stage * mapping.tp_size * mapping.cp_size)
     own = here.pp_layers(len(kinds))
-    for rows in args.rows or (8, 4096):
-        batch = planner.Batch(rows, hidden * DTYPES[args.dtype])
-        made = planner.plan(
-            here,
-            kinds[own.start : own.stop],
-            batch,
-            costs_of(args.costs),
-            choices(args),
-            args.policy,
-            last=here.is_last_pp_rank(),
-        )
-        sys.stdout.write(text(made, own.start) + "\n")
+    sizes = args.rows or (8, 4096)
+    row_bytes = hidden * DTYPES[args.dtype]
+    costs = costs_of(args.costs)
+    sys.stdout.write(shown(here, kinds[own.start : own.stop], own.start, row_bytes, args, sizes, costs))
+
+
+def shown(
+    mapping: Mapping,
+    kinds: Sequence[str],
+    first: int,
+    row_bytes: int,
+    args: argparse.Namespace,
+    sizes: Sequence[int],
+    costs: planner.Costs | None = None,
+) -> str:
+    """The plans of a stage whose first layer has the number `first`, for batches of these sizes."""
+    last = mapping.is_last_pp_rank()
+    made = (
+        planner.plan(mapping, kinds, planner.Batch(rows, row_bytes), costs, choices(args), args.policy, last=last)
+        for rows in sizes
+    )
+    return "\n".join(text(one, first) for one in made)
 
 
 if __name__ == "__main__":

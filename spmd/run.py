@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd import plan as spmd_plan
 from spmd import report
 from spmd.control import job
 from spmd.errors import InputError, VerifyError
@@ -40,6 +41,9 @@ def options() -> job.Options:
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: all that pp and cp leave)")
     add("--pp", type=int, metavar="N", help="pipeline stages (default 1)")
     add("--cp", type=int, metavar="N", help="context-parallel ranks (only 1 so far)")
+    for name in ("attn-dp", "moe-tp", "moe-ep", "moe-cluster"):
+        add(f"--{name}", type=int, default=-1, metavar="N", help="see python -m spmd.topo")
+    spmd_plan.add_choices(parser)
     add("--pp-partition", metavar="N,N,...", help="layers of each stage (default: even)")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", metavar="TEXT")
@@ -60,6 +64,7 @@ def options() -> job.Options:
     add("--json", metavar="OUT", help="write what was made and measured")
     add("--trace", metavar="OUT", help="write every collective and send as a Perfetto timeline")
     add("--info", action="store_true", help="show model, layout and parts per rank, and stop")
+    add("--plan", action="store_true", help="show what the layers communicate, and stop")
     return parser
 
 
@@ -91,7 +96,8 @@ def layout(args: argparse.Namespace, world: int, rank: int) -> Mapping:
             partition = [int(count) for count in args.pp_partition.split(",")]
         except ValueError:
             raise InputError(f"--pp-partition {args.pp_partition!r} must be counts like 10,12,8") from None
-    return Mapping(world, rank, tp_size=tp, pp_size=pp, cp_size=cp, pp_partition=partition)
+    sizes = {f"{axis}_size": getattr(args, axis) for axis in ("attn_dp", "moe_tp", "moe_ep", "moe_cluster")}
+    return Mapping(world, rank, tp_size=tp, pp_size=pp, cp_size=cp, pp_partition=partition, **sizes)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -180,7 +186,8 @@ class Job:
                 self.checkpoint = weights.open_checkpoint(args.model)
                 self.config = self.checkpoint.config
             self.mapping.pp_layers(self.config.num_layers)
-        if args.info:
+            self.shown = self.plans() if args.plan else ""
+        if args.info or args.plan:
             return
         self.dist = Distributed.get(self.mapping)
         if "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a host
@@ -206,12 +213,18 @@ class Job:
     def build(self, mapping: Mapping) -> Decoder:
         from spmd.models.decoder import Decoder
 
-        decoder = Decoder(self.config, mapping, self.dtype)
+        decoder = Decoder(self.config, mapping, self.dtype, spmd_plan.choices(self.args), self.args.policy)
         if self.checkpoint is None:
             decoder.randomise()
         else:
             decoder.load(self.checkpoint)
         return decoder
+
+    def plans(self) -> str:
+        """The plans of this rank's stage, for a token of each of a few prompts and for a long prefill."""
+        own, width = self.mapping.pp_layers(self.config.num_layers), spmd_plan.DTYPES[self.args.dtype]
+        kinds = [self.config.kind(layer) for layer in own]
+        return spmd_plan.shown(self.mapping, kinds, own.start, self.config.hidden * width, self.args, (8, 4096))
 
     def sampling(self) -> Sampling:
         from spmd.models.generate import Sampling
@@ -223,9 +236,13 @@ class Job:
     def rows(self) -> list[int]:
         """How many rows the forwards to come have: prompts of a microbatch at once, then a token of each."""
         microbatches = min(self.args.microbatches or self.mapping.pp_size, len(self.prompts))
-        parts = [split(len(self.prompts), microbatches, index) for index in range(microbatches)]
-        prefills = [sum(len(self.prompts[i]) for i in part) for part in parts]
-        return [*prefills, *range(1, max(map(len, parts)) + 1)]
+        parts, groups = (
+            [split(len(self.prompts), microbatches, i) for i in range(microbatches)],
+            self.mapping.attn_dp_size,
+        )
+        shares = [[[i for i in part if i % groups == group] for group in range(groups)] for part in parts]
+        prefills = [max(sum(len(self.prompts[i]) for i in share) for share in of_part) for of_part in shares]
+        return [*prefills, *range(1, max(len(share) for of_part in shares for share in of_part) + 1)]
 
     def generate(self) -> Generation:
         """The forward on all ranks; rank 0 shows tokens as they come."""
@@ -261,15 +278,12 @@ class Job:
 
         from spmd.models.generate import generate
 
-        source = self.mapping.pp_group[-1]
-        last = self.mapping.is_last_pp_rank() and self.mapping.tp_rank == 0
-        logits = [torch.stack(rows).numpy() for rows in made.logits] if last else []
-        if last and self.rank != 0:
-            self.dist.send_object(logits, 0)
+        here = self.mapping.is_last_pp_rank() and self.mapping.attn_tp_rank == 0
+        own = {prompt: torch.stack(rows).numpy() for prompt, rows in enumerate(made.logits) if here and rows}
+        everyone = self.dist.gather(own)
         line, agrees = "", True
-        if self.rank == 0:
-            if not last:
-                logits = self.dist.recv_object(source)
+        if everyone is not None:
+            logits = [rows for _, rows in sorted((item for part in everyone for item in part.items()), key=_prompt)]
             with torch.inference_mode():
                 alone = self.build(Mapping())
             again = generate(alone, self.prompts, self.sampling(), keep_logits=True, forced=made.tokens)
@@ -299,14 +313,18 @@ class Job:
         return f"largest logit difference {worst:.2g} (limit {limit:g}), {differ} tokens differ", agrees
 
 
+def _prompt(item: tuple[int, Any]) -> int:
+    return item[0]
+
+
 def main() -> None:
     comm = job.start()
     args = job.parse(options(), comm)
     this = Job(args, comm)
     this.load()
-    if args.info:
+    if args.info or args.plan:
         if this.rank == 0:
-            sys.stdout.write(report.info(this.config, this.mapping, args.model))
+            sys.stdout.write(this.shown or report.info(this.config, this.mapping, args.model))
         return
     if this.rank == 0 and args.model is None:
         sys.stderr.write("spmd: no --model: a tiny decoder with random weights (its text means nothing)\n")

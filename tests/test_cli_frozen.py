@@ -7,6 +7,15 @@ OPTIONS = {
     "--tp": None,
     "--pp": None,
     "--cp": None,
+    "--attn-dp": -1,
+    "--moe-tp": -1,
+    "--moe-ep": -1,
+    "--moe-cluster": -1,
+    "--policy": "cost",
+    "--a2a": False,
+    "--dense-dp": False,
+    "--defer-mlp-sum": "on",
+    "--input-scattered": False,
     "--pp-partition": None,
     "--prompt": None,
     "--prompts-file": None,
@@ -22,6 +31,7 @@ OPTIONS = {
     "--json": None,
     "--trace": None,
     "--info": False,
+    "--plan": False,
 }
 
 

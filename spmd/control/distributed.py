@@ -107,11 +107,12 @@ class Distributed:
             self._groups[axis] = self._make(axis)
         return self._groups[axis]
 
-    def along(self, name: str, ranks: Sequence[int]) -> mpi.Group:
-        """The group of these ranks, this one among them: an axis's own where it has the same, else one of that name.
+    def along(self, name: str, ranks: Sequence[int] | None = None) -> mpi.Group:
+        """The group of these ranks (None: of the axis of that name): the first axis's that has the same ranks, so that
+        all who move tensors between them share one memory; else one of that name.
 
         Ranks that share a group ask for all theirs in the same order."""
-        members = tuple(ranks)
+        members = tuple(self.mapping.group(name) if ranks is None else ranks)
         if members not in self._along:
             known = [axis for axis in AXES if getattr(self.mapping, f"{axis}_size") == len(members)]
             same = [axis for axis in known if tuple(self.mapping.group(axis)) == members]

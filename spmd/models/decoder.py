@@ -14,6 +14,7 @@ from spmd.boundary.communicator import Partial, StageCommunicator
 from spmd.boundary.plan import Options
 from spmd.collectives import gather
 from spmd.control.distributed import Distributed
+from spmd.memory.workspace import Workspace
 from spmd.models.config import ModelConfig
 from spmd.models.weights import Checkpoint
 from spmd.nn.attention import Attention, Chunk, KvCache
@@ -111,6 +112,9 @@ class Decoder:
         over the stage. Returns the seconds it took, 0 where all is known."""
         if self.mapping.tp_size == 1 or not self.layers:
             return 0.0
+        for layer in self.layers:
+            if isinstance(layer.mlp, Experts) and layer.mlp.alltoall:
+                Workspace.of(layer.mlp.group)  # nothing is made for the first time in a forward
         return self.communicator.tune([(count,) * self.mapping.attn_dp_size for count in dict.fromkeys(rows)])
 
     def new_caches(self, slots: int, max_length: int) -> list[KvCache]:
@@ -142,7 +146,7 @@ class Decoder:
             x = x[torch.tensor([chunk.length for chunk in chunks]).cumsum(0) - 1]
         if self.head.axis == "attn_tp":
             return self.head.logits(x).float()
-        group = Distributed.get(self.mapping).group("attn_dp")  # all tokens by all ranks, and then one's own again
+        group = Distributed.get(self.mapping).along("attn_dp")  # all tokens by all ranks, and then one's own again
         scores = self.head.logits(gather.all_gather(x, group, dim=0, sizes=sequences))
         first = sum(sequences[: group.rank])
         return scores[first : first + len(chunks)].float()

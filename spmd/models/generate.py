@@ -198,11 +198,11 @@ class _Run:
         mapping = self.mapping
         dist = Distributed.get(mapping)
         if mapping.attn_tp_size > 1:
-            tokens = dist.group("attn_tp").broadcast_int64(tokens).tolist()
+            tokens = dist.along("attn_tp").broadcast_int64(tokens).tolist()
         if mapping.attn_dp_size == 1:
             return tokens
         padded = tokens + [0] * (len(chunks) - len(tokens))
-        everyone = [iter(row) for row in dist.group("attn_dp").allgather_int64(padded).tolist()]
+        everyone = [iter(row) for row in dist.along("attn_dp").allgather_int64(padded).tolist()]
         return [next(everyone[chunk.slot % mapping.attn_dp_size]) for chunk in chunks]
 
     def take(self, batch: list[int]) -> None:

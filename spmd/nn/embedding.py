@@ -45,7 +45,7 @@ class VocabParallelEmbedding:
 
     @cached_property
     def group(self) -> Group:
-        return Distributed.get(self.mapping).group(self.axis)
+        return Distributed.get(self.mapping).along(self.axis)
 
     @cached_property
     def all_reduce(self) -> AllReduce:

@@ -102,7 +102,7 @@ class Experts:
     @cached_property
     def group(self) -> Group:
         """The ranks that tokens are sent between."""
-        return Distributed.get(self.mapping).group("moe_ep")
+        return Distributed.get(self.mapping).along("moe_ep")
 
     def load_expert(self, number: int, gate: Source, up: Source, down: Source) -> None:
         """Copy this rank's part of a stored expert that it owns: gate and up [I, hidden], down [hidden, I]."""

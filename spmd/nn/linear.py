@@ -132,12 +132,12 @@ class Linear:
     @cached_property
     def group(self) -> Group:
         """The group along the axis, asked for at first use."""
-        return Distributed.get(self.mapping).group(self.axis)
+        return Distributed.get(self.mapping).along(self.axis)
 
     @cached_property
     def all_reduce(self) -> AllReduce:
         """What finishes the sum of a ROW layer."""
-        return AllReduce(self.mapping) if self.axis == "tp" else AllReduce(group=self.group)
+        return AllReduce(group=self.group)
 
     def partial(self, input: torch.Tensor) -> Partial:
         """A ROW layer's part of the sum over its group, still owed: input [T, local in], not even multiplied yet."""
