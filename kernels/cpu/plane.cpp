@@ -478,6 +478,114 @@ int Plane::lamport(const Rows& rows, std::int64_t count) {
     return kDone;
 }
 
+// -------------------------------------------------------------------------------------------------------------- experts
+// In lent memory: | count | ids [count, k] | weights [count, k] | rows [count] |, each part on a line of its own.
+
+namespace {
+
+struct Placed {
+    std::int64_t* count;
+    std::int32_t* ids;
+    float* weights;
+    char* rows;
+};
+Placed placed(std::uintptr_t at, std::int64_t count, int k) {
+    char* base = reinterpret_cast<char*>(at);
+    const std::int64_t table = round_up(count * k * 4, kLine);
+    return {reinterpret_cast<std::int64_t*>(base), reinterpret_cast<std::int32_t*>(base + kLine),
+            reinterpret_cast<float*>(base + kLine + table), base + kLine + 2 * table};
+}
+bool any_in(const std::int32_t* ids, int k, int first, int last) {
+    for (int j = 0; j < k; ++j)
+        if (ids[j] >= first && ids[j] < last) return true;
+    return false;
+}
+
+}  // namespace
+
+std::int64_t Plane::tokens_bytes(std::int64_t tokens, int k, std::int64_t row_bytes) {
+    return kLine + 2 * round_up(tokens * k * 4, kLine) + tokens * row_bytes;
+}
+
+int Plane::publish_tokens(std::uintptr_t in, const Tokens& mine, std::int64_t signature) {
+    if (broken_) return broken_;
+    Shared* shared = find(reinterpret_cast<const void*>(in));
+    const Timer timer{*this, kDispatch, mine.count * mine.row_bytes};
+    const Placed to = placed(in, mine.count, mine.k);
+    *to.count = mine.count;
+    std::memcpy(to.ids, mine.ids, mine.count * mine.k * 4);
+    std::memcpy(to.weights, mine.weights, mine.count * mine.k * 4);
+    data_kernels().copy(to.rows, mine.rows, mine.count * mine.row_bytes, false);
+    const std::uint64_t place = (in - shared->addresses[rank_]) << 8 | std::uint64_t(shared->id + 1) << 40;
+    if (const int status = begin(kDispatch, mine.row_bytes, kBytes, place ^ std::uint64_t(signature))) return status;
+    arrive();
+    shared->read_in = call_;
+    return wait_arrived(pass_);
+}
+
+void Plane::tokens_for(std::uintptr_t in, int first, int last, int k, std::int64_t* counts) {
+    const Shared& shared = *find(reinterpret_cast<const void*>(in));
+    for (int source = 0; source < size_; ++source) {
+        const std::uintptr_t at = shared.addresses[source] + (in - shared.addresses[rank_]);
+        const Placed from = placed(at, *reinterpret_cast<const std::int64_t*>(at), k);
+        counts[source] = 0;
+        for (std::int64_t t = 0; t < *from.count; ++t) counts[source] += any_in(from.ids + t * k, k, first, last);
+    }
+}
+
+void Plane::take_tokens(std::uintptr_t in, int first, int last, int k, std::int64_t row_bytes, void* rows,
+                        std::int32_t* ids, float* weights) {
+    const DataKernels& data = data_kernels();
+    const Shared& shared = *find(reinterpret_cast<const void*>(in));
+    std::int64_t out = 0;
+    for (int source = 0; source < size_; ++source) {
+        const std::uintptr_t at = shared.addresses[source] + (in - shared.addresses[rank_]);
+        const Placed from = placed(at, *reinterpret_cast<const std::int64_t*>(at), k);
+        for (std::int64_t t = 0; t < *from.count;) {
+            std::int64_t end = t;  // tokens that come together are copied together
+            for (; end < *from.count && any_in(from.ids + end * k, k, first, last); ++end, ++out)
+                for (int j = 0; j < k; ++j) {
+                    const std::int32_t id = from.ids[end * k + j];
+                    ids[out * k + j] = id >= first && id < last ? id - first : -1;
+                    weights[out * k + j] = from.weights[end * k + j];
+                }
+            data.copy(static_cast<char*>(rows) + (out - (end - t)) * row_bytes, from.rows + t * row_bytes,
+                      (end - t) * row_bytes, false);
+            t = end + 1;
+        }
+    }
+}
+
+int Plane::combine(std::uintptr_t in, const Tokens& mine, const std::int32_t* bounds, std::int64_t n, int dtype, void* out) {
+    if (broken_) return broken_;
+    const DataKernels& data = data_kernels();
+    Shared* shared = find(reinterpret_cast<const void*>(in));
+    const Timer timer{*this, kCombine, mine.count * mine.row_bytes};
+    const std::uint64_t place = (in - shared->addresses[rank_]) << 8 | std::uint64_t(shared->id + 1) << 40;
+    if (const int status = begin(kCombine, mine.row_bytes, dtype, place)) return status;
+    arrive();
+    shared->read_in = call_;
+    if (const int status = wait_arrived(pass_)) return status;
+    const char* next[kMaxRanks];
+    for (int r = 0; r < size_; ++r) {
+        const char* base = reinterpret_cast<const char*>(shared->addresses[r] + (in - shared->addresses[rank_]));
+        const auto* counts = reinterpret_cast<const std::int64_t*>(base);
+        next[r] = base + counts_bytes();
+        for (int source = 0; source < rank_; ++source) next[r] += counts[source] * mine.row_bytes;
+    }
+    for (std::int64_t t = 0; t < mine.count; ++t) {
+        const void* from[kMaxRanks];
+        int count = 0;
+        for (int r = 0; r < size_; ++r)
+            if (any_in(mine.ids + t * mine.k, mine.k, bounds[r], bounds[r + 1])) {
+                from[count++] = next[r];
+                next[r] += mine.row_bytes;
+            }
+        data.sum(static_cast<char*>(out) + t * mine.row_bytes, from, count, n, dtype, false);
+    }
+    return kDone;
+}
+
 // FP8 blocks on the wire, fp32 sums; own rows go the same way, so all ranks get the same bits.
 int Plane::low_precision(const Rows& rows, std::int64_t count) {
     const DataKernels& data = data_kernels();

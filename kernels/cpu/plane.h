@@ -22,7 +22,7 @@
 
 namespace spmd {
 
-enum Op : int { kBarrier, kAllReduce, kAllGather, kReduceScatter, kAllToAll, kBroadcast, kExchange, kOps };
+enum Op : int { kBarrier, kAllReduce, kAllGather, kReduceScatter, kAllToAll, kBroadcast, kExchange, kDispatch, kCombine, kOps };
 enum Algorithm : int { kLamport, kOneShot, kTwoShot, kLowPrecision, kCopied = 15 };  // kCopied: as ordinary memory
 enum Status : int { kDone, kLate, kDiffers, kDead, kGivenUp, kInterrupted, kClosed, kTooLong };
 
@@ -58,6 +58,16 @@ struct Rows {
     const Epilogue* e;  // done to summed rows; null: nothing
 };
 
+// Tokens with the experts that they were routed to: rows of row_bytes, [count, k] expert numbers and weights.
+struct Tokens {
+    std::int64_t count;
+    int k;
+    std::int64_t row_bytes;
+    const void* rows;
+    const std::int32_t* ids;
+    const float* weights;
+};
+
 struct Total {
     std::int64_t calls = 0, bytes = 0, ns = 0;
 };
@@ -85,6 +95,19 @@ public:
     int start(std::int64_t bytes, int dtype, std::uintptr_t in);
     void publish();
     int complete(std::uint32_t part, const Rows& rows, std::int64_t first, std::int64_t count);
+
+    // Tokens to the ranks that own their experts, and back; `in`: the tokens' place in lent memory, the same on all ranks.
+    // publish_tokens: mine go there, and all ranks' are there. tokens_for: how many of every source have an expert in
+    // [first, last). take_tokens: those, in the order of source and token, with expert numbers (-1: not one of these)
+    // and weights. combine: out[t] = T(sum) of what came back for it, in rank order, from rows [source, token] of `in`
+    // behind counts[size]; bounds[r] ... bounds[r + 1]: the experts of rank r.
+    int publish_tokens(std::uintptr_t in, const Tokens& mine, std::int64_t signature);
+    void tokens_for(std::uintptr_t in, int first, int last, int k, std::int64_t* counts);
+    void take_tokens(std::uintptr_t in, int first, int last, int k, std::int64_t row_bytes, void* rows, std::int32_t* ids,
+                     float* weights);
+    int combine(std::uintptr_t in, const Tokens& mine, const std::int32_t* bounds, std::int64_t n, int dtype, void* out);
+    static std::int64_t tokens_bytes(std::int64_t tokens, int k, std::int64_t row_bytes);
+    std::int64_t counts_bytes() const { return (size_ * 8 + kLine - 1) / kLine * kLine; }
 
     // Symmetric memory by address: a tensor inside is read where it lies. lent: memory of the plane's own workspace,
     // whose writer asks `ready` before it writes again, so that nobody waits for its readers.

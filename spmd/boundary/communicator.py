@@ -335,10 +335,10 @@ class LayerCommunicator:
 
     Bound from the layer's plan; the calls decide nothing. x: rows [held here, hidden], or a Partial where a sum is
     owed; residual: rows in the layout that the plan keeps them in. Every rank of a stage calls the same junctions in
-    the same order, also with no rows.
+    the same order, also with no rows. sizes: the rows that the MLP gets on the ranks that share its experts.
     """
 
-    __slots__ = ("postprocess_layer", "prepare_attn", "prepare_mlp")
+    __slots__ = ("postprocess_layer", "prepare_attn", "prepare_mlp", "sizes")
 
     def __init__(
         self,
@@ -355,6 +355,9 @@ class LayerCommunicator:
         self.prepare_mlp = binder.bind(layer.prepare_mlp, layer.attn, between, norms[1], rows)
         where = after_steps(layer.prepare_mlp, layer.attn, between)
         self.postprocess_layer = binder.bind(layer.postprocess, layer.mlp, where, None, rows)
+        members = binder.radix.group(binder.me, *binder.stage.axes.get("moe_ep", NONE))
+        takes = layer.mlp.layout  # blocks give their rows back where they got them
+        self.sizes = [rows_held(binder.radix, member, rows, takes, binder.radix) for member in members]
 
 
 def after_steps(steps: Sequence[Step], state: State, where: Digits | None) -> Digits | None:

@@ -1,4 +1,5 @@
-"""The all-reduce at the end of an expert layer: weigh and add this rank's experts, sum over the ranks, add and norm."""
+"""What moves around experts: tokens to the ranks that own their experts and back (`ExpertExchange`), and the all-reduce
+at the end of an expert layer (`MoEAllReduce`): weigh and add this rank's experts, sum over the ranks, add and norm."""
 
 from __future__ import annotations
 
@@ -9,11 +10,16 @@ import torch
 
 from spmd.collectives.allreduce import AllReduce
 from spmd.collectives.arguments import describe, refuse
+from spmd.collectives.cpu import DTYPES
 from spmd.collectives.epilogue import AllReduceParams
 from spmd.collectives.fusion import AllReduceFusionOp
+from spmd.memory.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from spmd._cpu import Plane
+    from spmd.control.mpi import Group
 
 
 @dataclass(slots=True)
@@ -111,3 +117,84 @@ class MoEAllReduce(AllReduce):
             rows = x[index[here, k].long()].float()
             total[here] += rows if scale is None else rows * scale[here, k].unsqueeze(1)
         return total
+
+
+@dataclass(slots=True)
+class Dispatched:
+    """The tokens that a rank's experts get, in the order of their source ranks and there of the tokens.
+
+    rows [R, H]; ids int32 [R, k]: this rank's experts from 0, -1 for those of others; weights fp32 [R, k]; counts int64
+    [ranks]: how many came from each source.
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+
+
+class ExpertExchange:
+    """Dispatch and combine between the ranks of a group that own consecutive experts, through shared memory.
+
+    bounds: rank r owns the experts bounds[r] ... bounds[r + 1] - 1. A token goes once to every rank that owns any of
+    its experts; each rank publishes its tokens and reads those it needs, one synchronisation each way. All ranks call
+    together, also without tokens, with the same `sizes`: the tokens of every rank. None where it cannot be done, alike
+    on all ranks: the group shares no memory, or its budget is too small. Errors: those of `cpu`.
+    Source of the form: DeepEP's dispatch and combine, with reads in place of sends.
+    """
+
+    def __init__(self, group: Group, bounds: Sequence[int]) -> None:
+        self.group, self.bounds = group, torch.tensor(bounds, dtype=torch.int32)
+        self.first, self.last = bounds[group.rank], bounds[group.rank + 1]
+
+    @staticmethod
+    def _room(plane: Plane, sizes: Sequence[int], k: int, row_bytes: int) -> int:
+        """Bytes for either way, of a few different sizes: each needs memory of its own."""
+        nbytes = max(plane.tokens_bytes(max(sizes), k, row_bytes), plane.counts_bytes() + sum(sizes) * row_bytes)
+        step = max(1 << (nbytes.bit_length() - 3), 4096)
+        return (nbytes + step - 1) // step * step
+
+    def dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]
+    ) -> Dispatched | None:
+        """x [T, H], contiguous; ids int32 [T, k], the numbers of all ranks' experts; weights fp32 [T, k]."""
+        group, k, row_bytes = self.group, ids.shape[1], x.shape[1] * x.element_size()
+        workspace = Workspace.of(group)
+        if workspace is None:
+            return None
+        plane = workspace.plane
+        place = workspace.lend((self._room(plane, sizes, k, row_bytes),), torch.uint8)
+        if place is None:
+            return None
+        if group.checked:
+            group.agree(f"dispatch {describe(x, 0)} top {k} of {self.bounds.tolist()} tokens {list(sizes)}")
+        at, sources = place.data_ptr(), (x.data_ptr(), ids.data_ptr(), weights.data_ptr())
+        if status := plane.publish_tokens(at, len(x), k, row_bytes, *sources, k):
+            workspace.fail(status)
+        counts = torch.empty(group.size, dtype=torch.int64)
+        plane.tokens_for(at, self.first, self.last, k, counts.data_ptr())
+        count = int(counts.sum())
+        rows = x.new_empty(count, x.shape[1])
+        own, scale = ids.new_empty(count, k), weights.new_empty(count, k)
+        places = (rows.data_ptr(), own.data_ptr(), scale.data_ptr())
+        plane.take_tokens(at, self.first, self.last, k, row_bytes, *places)
+        return Dispatched(rows, own, scale, counts)
+
+    def combine(self, made: torch.Tensor, sent: Dispatched, ids: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """made [R, H]: what this rank's experts make of the rows in `sent` -> [T, H]: per token of ids [T, k] the sum,
+        in fp32 and in rank order, of what the ranks with its experts made, rounded once."""
+        workspace = Workspace.of(self.group)
+        assert workspace is not None
+        plane, n = workspace.plane, sent.rows.shape[1]
+        dtype, header = sent.rows.dtype, plane.counts_bytes()
+        place = workspace.lend((self._room(plane, sizes, ids.shape[1], n * dtype.itemsize),), torch.uint8)
+        assert place is not None, "there was as much for the tokens"
+        place[: 8 * self.group.size].view(torch.int64).copy_(sent.counts)
+        rows = place[header : header + made.numel() * dtype.itemsize].view(dtype).view(len(made), n)
+        rows.copy_(made)
+        out = sent.rows.new_empty(len(ids), n)
+        at, k = place.data_ptr(), ids.shape[1]
+        where = (ids.data_ptr(), self.bounds.data_ptr(), n, DTYPES[dtype], out.data_ptr())
+        if status := plane.combine(at, len(ids), k, *where):
+            workspace.fail(status)
+        return out

@@ -30,7 +30,8 @@ class Plane(Protocol):
     def reset(self) -> None: ...
 
 
-OPS = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "exchange")
+OPS: tuple[str, ...] = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+OPS += ("exchange", "dispatch", "combine")
 Event = tuple[str, str, int, int, int]
 
 

@@ -39,7 +39,7 @@ class Mlp:
         )
         self.down_proj = Linear(config.intermediate, config.hidden, config.mlp_bias, dtype, mapping, row)
 
-    def __call__(self, x: torch.Tensor) -> Partial:
+    def __call__(self, x: torch.Tensor, sizes: Sequence[int] = ()) -> Partial:
         return self.down_proj.partial(swiglu(self.gate_up_proj(x)))
 
 
@@ -135,7 +135,7 @@ class Decoder:
         for layer, cache, between in zip(self.layers, caches, step.layers, strict=True):
             x, residual = between.prepare_attn(x, residual)
             x, residual = between.prepare_mlp(layer.attention(x, rotation, chunks, cache), residual)
-            x, residual = between.postprocess_layer(layer.mlp(x), residual)
+            x, residual = between.postprocess_layer(layer.mlp(x, between.sizes), residual)
         x, residual = step.finish(x, residual)
         return self._logits(x, chunks, sequences) if self.last else x
 

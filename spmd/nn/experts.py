@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -10,13 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from spmd.collectives import gather
+from spmd.collectives.moe import ExpertExchange
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.errors import InputError
 from spmd.nn.linear import Source, fill
 from spmd.nn.rows import swiglu
 from spmd.topology.mapping import Mapping
-from spmd.topology.split import split
+from spmd.topology.split import split, split_first
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,12 @@ class Experts:
         """The ranks that tokens are sent between."""
         return Distributed.get(self.mapping).along("moe_ep")
 
+    @cached_property
+    def exchange(self) -> ExpertExchange:
+        ranks, count = range(self.mapping.moe_ep_size), self.config.num_experts
+        starts = [split_first(count, len(ranks), rank).start for rank in ranks]
+        return ExpertExchange(self.group, [*starts, count])
+
     def load_expert(self, number: int, gate: Source, up: Source, down: Source) -> None:
         """Copy this rank's part of a stored expert that it owns: gate and up [I, hidden], down [hidden, I]."""
         at = number - self.own.start
@@ -113,9 +121,13 @@ class Experts:
         """Copy this rank's part of the shared expert."""
         _load(self.shared_gate_up, self.shared_down, self.shared_width, gate, up, down)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, sizes: Sequence[int] = ()) -> torch.Tensor:
+        """sizes: with all-to-all, the rows of all ranks that tokens are sent between."""
         ids, weights = choose(F.linear(x, self.gate), self.config, self.bias)
-        total = self._alltoall(x, ids, weights) if self.alltoall else self._local(x, ids, weights)
+        if self.alltoall:
+            total = self._alltoall(x, ids, weights, sizes)
+        else:
+            total = self._local(x, ids, weights, self.own.start)
         if self.config.shared:
             shared = F.linear(swiglu(F.linear(x, self.shared_gate_up)), self.shared_down).float()
             if self.shared_gate is not None:
@@ -123,27 +135,34 @@ class Experts:
             total += shared
         return total.to(x.dtype)
 
-    def _local(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What this rank's experts make of these rows, in fp32."""
+    def _local(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int) -> torch.Tensor:
+        """What this rank's experts, whose numbers begin with `first`, make of these rows, in fp32."""
         total = torch.zeros(len(x), self.hidden)
         flat = ids.flatten()
         order = flat.argsort(stable=True)
-        ends = torch.searchsorted(flat[order], torch.arange(self.own.start, self.own.stop + 1)).tolist()
+        ends = torch.searchsorted(flat[order], torch.arange(first, first + len(self.own) + 1)).tolist()
         rows = order // ids.shape[1]
         scale = weights.flatten()[order].unsqueeze(1)
-        for index, (first, end) in enumerate(pairwise(ends)):
-            if first < end:
-                at = rows[first:end]
+        for index, (begin, end) in enumerate(pairwise(ends)):
+            if begin < end:
+                at = rows[begin:end]
                 made = swiglu(torch.mm(x[at], self.gate_up[index].t()))
                 made = torch.mm(made, self.down[index].t())
-                total.index_add_(0, at, made.float().mul_(scale[first:end]))
+                total.index_add_(0, at, made.float().mul_(scale[begin:end]))
         return total
 
-    def _alltoall(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The form of an all-gather and a reduce-scatter: for ranks that share no memory."""
-        sizes = self.group.allgather_int64([len(x)])[:, 0].tolist()
-        every = [gather.all_gather(part, self.group, dim=0, sizes=sizes) for part in (x, ids, weights)]
-        return gather.reduce_scatter(self._local(*every), self.group, dim=0, sizes=sizes)
+    def _alltoall(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]
+    ) -> torch.Tensor:
+        x, numbers = x.contiguous(), ids.to(torch.int32)
+        sent = self.exchange.dispatch(x, numbers, weights, sizes)
+        if sent is not None:
+            made = self._local(sent.rows, sent.ids, sent.weights, 0)
+            return self.exchange.combine(made, sent, numbers, sizes).float()
+        # ranks that share no memory, or too little of it: an all-gather and a reduce-scatter
+        rows, numbers, scale = (gather.all_gather(part, self.group, dim=0, sizes=sizes) for part in (x, ids, weights))
+        made = self._local(rows, numbers, scale, self.own.start)
+        return gather.reduce_scatter(made, self.group, dim=0, sizes=sizes)
 
 
 def _load(

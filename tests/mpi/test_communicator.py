@@ -1,0 +1,110 @@
+"""Does a bound plan move what the plan says, decide nothing on the way, and leave what was handed out alone?"""
+
+import sys
+
+import pytest
+import torch
+
+from spmd import Distributed, Mapping
+from spmd.boundary.communicator import StageCommunicator
+from spmd.boundary.plan import Options
+from spmd.collectives.epilogue import ResidualNorm
+from spmd.control import mpi
+
+HIDDEN = 16
+
+
+def stage(mapping, kinds, options=None, policy="cost"):
+    norms = [ResidualNorm(torch.ones(HIDDEN), 1e-6) for _ in range(2 * len(kinds) + 1)]
+    return StageCommunicator(mapping, kinds, norms, HIDDEN, torch.float32, options, policy)
+
+
+def forward(communicator, counts, x, blocks):
+    """The junctions around blocks that keep their rows; returns every residual on the way."""
+    step, residual, seen = communicator.begin(counts), None, []
+    for layer in step.layers:
+        x, residual = layer.prepare_attn(x, residual)
+        seen.append(residual)
+        x, residual = layer.prepare_mlp(blocks[0](x), residual)
+        x, residual = layer.postprocess_layer(blocks[1](x), residual)
+    return step.finish(x, residual), seen
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_blocks_of_ones_add_up_once(policy, shared):
+    """Every rank hands in one part of a block that makes ones of everything: a sum made twice doubles."""
+    world = mpi.world()
+    mapping = Mapping(world.size, world.rank, tp_size=world.size, attn_dp_size=shared)
+    communicator = stage(mapping, ["dense"] * 3, policy=policy)
+    counts = (5, 3)[:shared]
+    rows = counts[mapping.attn_dp_rank]
+    attend = lambda x: torch.full_like(x, 1 / mapping.attn_tp_size)  # noqa: E731
+    mlp = lambda x: torch.full_like(x, 1 / mapping.tp_size)  # noqa: E731
+    (x, _), _ = forward(communicator, counts, torch.ones(rows, HIDDEN), (attend, mlp))
+    assert x.shape == (rows, HIDDEN)
+    assert torch.allclose(x, torch.ones(()))  # the norm of equal numbers
+    assert all(step.finish is not None for step in communicator._bound.values())
+    Distributed.get(mapping).close()
+
+
+@pytest.mark.ranks(2, 4)
+def test_the_forward_decides_nothing():
+    """After a step has been bound, no line of the planner runs, and none that knows a mapping."""
+    world = mpi.world()
+    mapping = Mapping(world.size, world.rank, tp_size=world.size)
+    communicator = stage(mapping, ["dense"] * 2)
+    half = lambda x: x / world.size  # noqa: E731
+    x = torch.ones(4, HIDDEN)
+    for _ in range(2):
+        forward(communicator, (4,), x, (half, half))
+    ran = set()
+
+    def watch(frame, event, argument):
+        if event == "call":
+            ran.add(frame.f_code.co_filename)
+
+    sys.setprofile(watch)
+    forward(communicator, (4,), x, (half, half))
+    sys.setprofile(None)
+    assert any(name.endswith("boundary/communicator.py") for name in ran)
+    for room in ("boundary/plan.py", "boundary/layout.py", "boundary/seed.py", "topology/"):
+        assert not [name for name in ran if f"spmd/{room}" in name]
+    Distributed.get(mapping).close()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+def test_residuals_that_were_handed_out_stay_as_they_were(policy):
+    world = mpi.world()
+    mapping = Mapping(world.size, world.rank, tp_size=world.size)
+    communicator = stage(mapping, ["dense"] * 4, Options(), policy)
+    half = lambda x: x / world.size  # noqa: E731
+    x = torch.arange(4.0 * HIDDEN).view(4, HIDDEN)
+    kept = []
+
+    def remember(x):
+        kept.append((x, x.clone()))
+        return half(x)
+
+    _, seen = forward(communicator, (4,), x, (remember, half))
+    copies = [residual.clone() for residual in seen]
+    forward(communicator, (4,), x + 1, (half, half))
+    assert all(torch.equal(a, b) for a, b in zip(seen, copies, strict=True))
+    assert all(torch.equal(a, b) for a, b in kept)
+    Distributed.get(mapping).close()
+
+
+@pytest.mark.ranks(4)
+def test_steps_without_rows_of_some_or_all_groups():
+    world = mpi.world()
+    mapping = Mapping(world.size, world.rank, tp_size=world.size, attn_dp_size=2)
+    communicator = stage(mapping, ["dense"] * 2)
+    for counts in ((3, 0), (0, 0), (0, 1), (7, 5), (12, 0), (1, 3), (0, 0)):
+        assert communicator.agree(counts[mapping.attn_dp_rank]) == (counts,)
+        rows = counts[mapping.attn_dp_rank]
+        same = lambda x: torch.zeros_like(x)  # noqa: E731
+        (x, _), _ = forward(communicator, counts, torch.ones(rows, HIDDEN), (same, same))
+        assert torch.allclose(x, torch.ones(rows, HIDDEN), atol=1e-5)
+    Distributed.get(mapping).close()
