@@ -43,6 +43,8 @@ bench: $(STAMP) $(MODEL)
 	$(PY) bench/allreduce.py --with-impi
 	$(PY) bench/allreduce.py --with-impi --fused
 	$(PY) bench/exchange.py
+	$(PY) bench/boundary.py
+	$(PY) bench/moe.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,7 +18,6 @@ from spmd.memory.workspace import Workspace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spmd._cpu import Plane
     from spmd.control.mpi import Group
 
 
@@ -123,14 +122,16 @@ class MoEAllReduce(AllReduce):
 class Dispatched:
     """The tokens that a rank's experts get, in the order of their source ranks and there of the tokens.
 
-    rows [R, H]; ids int32 [R, k]: this rank's experts from 0, -1 for those of others; weights fp32 [R, k]; counts int64
-    [ranks]: how many came from each source.
+    rows [R, H], in memory that the sources will read: what the experts make of them is written over them. ids int32
+    [R, k]: this rank's experts from 0, -1 for those of others; weights fp32 [R, k]; counts int64 [ranks]: how many came
+    from each source. All is good until the next dispatch of the group.
     """
 
     rows: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
     counts: torch.Tensor
+    place: torch.Tensor
 
 
 class ExpertExchange:
@@ -147,13 +148,6 @@ class ExpertExchange:
         self.group, self.bounds = group, torch.tensor(bounds, dtype=torch.int32)
         self.first, self.last = bounds[group.rank], bounds[group.rank + 1]
 
-    @staticmethod
-    def _room(plane: Plane, sizes: Sequence[int], k: int, row_bytes: int) -> int:
-        """Bytes for either way, of a few different sizes: each needs memory of its own."""
-        nbytes = max(plane.tokens_bytes(max(sizes), k, row_bytes), plane.counts_bytes() + sum(sizes) * row_bytes)
-        step = max(1 << (nbytes.bit_length() - 3), 4096)
-        return (nbytes + step - 1) // step * step
-
     def dispatch(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]
     ) -> Dispatched | None:
@@ -163,38 +157,38 @@ class ExpertExchange:
         if workspace is None:
             return None
         plane = workspace.plane
-        place = workspace.lend((self._room(plane, sizes, k, row_bytes),), torch.uint8)
-        if place is None:
+        header = plane.counts_bytes()
+        room = max(plane.tokens_bytes(max(sizes), k, row_bytes), header + sum(sizes) * row_bytes)
+        step = max(1 << (room.bit_length() - 3), 4096)  # a few different sizes: each needs memory of its own
+        room = (room + step - 1) // step * step
+        sent_from = workspace.lend((room,), torch.uint8)
+        if sent_from is None:
             return None
         if group.checked:
             group.agree(f"dispatch {describe(x, 0)} top {k} of {self.bounds.tolist()} tokens {list(sizes)}")
-        at, sources = place.data_ptr(), (x.data_ptr(), ids.data_ptr(), weights.data_ptr())
+        at, sources = sent_from.data_ptr(), (x.data_ptr(), ids.data_ptr(), weights.data_ptr())
         if status := plane.publish_tokens(at, len(x), k, row_bytes, *sources, k):
             workspace.fail(status)
-        counts = torch.empty(group.size, dtype=torch.int64)
+        place = workspace.lend((room,), torch.uint8)
+        assert place is not None, "two buffers take turns"
+        counts = place[: 8 * group.size].view(torch.int64)
         plane.tokens_for(at, self.first, self.last, k, counts.data_ptr())
         count = int(counts.sum())
-        rows = x.new_empty(count, x.shape[1])
+        rows = place[header : header + count * row_bytes].view(x.dtype).view(count, x.shape[1])
         own, scale = ids.new_empty(count, k), weights.new_empty(count, k)
-        places = (rows.data_ptr(), own.data_ptr(), scale.data_ptr())
-        plane.take_tokens(at, self.first, self.last, k, row_bytes, *places)
-        return Dispatched(rows, own, scale, counts)
+        plane.take_tokens(
+            at, self.first, self.last, k, row_bytes, place.data_ptr() + header, own.data_ptr(), scale.data_ptr()
+        )
+        return Dispatched(rows, own, scale, counts, place)
 
-    def combine(self, made: torch.Tensor, sent: Dispatched, ids: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """made [R, H]: what this rank's experts make of the rows in `sent` -> [T, H]: per token of ids [T, k] the sum,
-        in fp32 and in rank order, of what the ranks with its experts made, rounded once."""
-        workspace = Workspace.of(self.group)
+    def combine(self, sent: Dispatched, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Per token of ids [T, k] the sum, in fp32 and in rank order, of what the ranks with its experts wrote over
+        their `rows`, rounded once: [T, H]."""
+        workspace, n = Workspace.of(self.group), sent.rows.shape[1]
         assert workspace is not None
-        plane, n = workspace.plane, sent.rows.shape[1]
-        dtype, header = sent.rows.dtype, plane.counts_bytes()
-        place = workspace.lend((self._room(plane, sizes, ids.shape[1], n * dtype.itemsize),), torch.uint8)
-        assert place is not None, "there was as much for the tokens"
-        place[: 8 * self.group.size].view(torch.int64).copy_(sent.counts)
-        rows = place[header : header + made.numel() * dtype.itemsize].view(dtype).view(len(made), n)
-        rows.copy_(made)
-        out = sent.rows.new_empty(len(ids), n)
-        at, k = place.data_ptr(), ids.shape[1]
-        where = (ids.data_ptr(), self.bounds.data_ptr(), n, DTYPES[dtype], out.data_ptr())
-        if status := plane.combine(at, len(ids), k, *where):
+        if out is None:
+            out = sent.rows.new_empty(len(ids), n)
+        where = (ids.data_ptr(), self.bounds.data_ptr(), n, DTYPES[out.dtype], out.data_ptr())
+        if status := workspace.plane.combine(sent.place.data_ptr(), len(ids), ids.shape[1], *where):
             workspace.fail(status)
         return out

@@ -157,8 +157,8 @@ class Experts:
         x, numbers = x.contiguous(), ids.to(torch.int32)
         sent = self.exchange.dispatch(x, numbers, weights, sizes)
         if sent is not None:
-            made = self._local(sent.rows, sent.ids, sent.weights, 0)
-            return self.exchange.combine(made, sent, numbers, sizes).float()
+            sent.rows.copy_(self._local(sent.rows, sent.ids, sent.weights, 0))
+            return self.exchange.combine(sent, numbers).float()
         # ranks that share no memory, or too little of it: an all-gather and a reduce-scatter
         rows, numbers, scale = (gather.all_gather(part, self.group, dim=0, sizes=sizes) for part in (x, ids, weights))
         made = self._local(rows, numbers, scale, self.own.start)
