@@ -20,20 +20,17 @@ from typing import Any, Literal
 
 import torch
 
-from spmd.boundary.layout import NONE, Digits, State, Step
+from spmd.boundary.layout import State, Step
 from spmd.boundary.plan import Batch, Costs, LayerPlan, Options, Plan, plan
-from spmd.collectives import library, overlap
-from spmd.collectives.allreduce import AllReduce
-from spmd.collectives.arguments import describe
-from spmd.collectives.cpu import Route
+from spmd.collectives import overlap
 from spmd.collectives.epilogue import ResidualNorm
 from spmd.collectives.fusion import AllReduceFusionOp
+from spmd.collectives.moves import RowMoves
 from spmd.control.distributed import Distributed
-from spmd.control.mpi import Group
-from spmd.control.record import OPS
 from spmd.memory.workspace import Workspace
 from spmd.topology.mapping import Mapping
-from spmd.topology.rows import pieces_of, rows_held
+from spmd.topology.rows import rows_held
+from spmd.topology.stage import NONE, Digits
 
 Junction = Callable[[Any, Any], tuple[Any, Any]]
 Bring = Callable[[Any], Any]  # the residual to where it is needed
@@ -74,103 +71,16 @@ def chained(parts: Sequence[Junction]) -> Junction:
     return reduce(both, parts) if parts else nothing
 
 
-class Binder:
-    """Turns steps into callables for one stage: who the ranks are, and what their rows are in this batch."""
-
-    def __init__(self, mapping: Mapping, made_plan: Plan, hidden: int, dtype: torch.dtype) -> None:
-        self.mapping, self.stage, self.hidden, self.dtype = mapping, made_plan.stage, hidden, dtype
-        self.radix, self.pp_start = self.stage.digits, mapping.pp_rank * self.stage.digits.size
-        self.me = mapping.rank - self.pp_start
-        self._groups: dict[Digits, Group] = {}
-        self._all_reduces: dict[Digits, AllReduce] = {}
-
-    def group(self, digits: Digits) -> Group:
-        """The ranks that differ along these digits only."""
-        if digits not in self._groups:
-            ranks = [self.pp_start + rank for rank in self.radix.group(self.me, *digits)]
-            self._groups[digits] = Distributed.get(self.mapping).along(self.stage.say(digits), ranks)
-        return self._groups[digits]
-
-    def all_reduce(self, digits: Digits) -> AllReduce:
-        if digits not in self._all_reduces:
-            self._all_reduces[digits] = AllReduce(group=self.group(digits))
-        return self._all_reduces[digits]
-
-    def rows_of(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Rows of the finest blocks: those of each attention group, cut evenly over its ranks."""
-        k = self.radix.size // self.stage.span(self.stage.axes["attn_dp"])
-        return tuple((i + 1) * n // k - i * n // k for n in counts for i in range(k))
-
-    # ------------------------------------------------------------------ moves
-
-    def route(self, rows: tuple[int, ...], held: Digits, step: Step, cut: Digits) -> tuple[Group, Route]:
-        """The rows that a step moves to this rank, by numbers inside the group that takes part."""
-        digits, radix = step.over | step.gather, self.radix
-        members = list(radix.group(self.me, *digits))
-        axes: dict[str, Digits] = {"held": held, "over": step.over, "gather": step.gather, "cut": cut}
-        pieces = [
-            piece._replace(sources=tuple(members.index(source) for source in piece.sources))
-            for piece in pieces_of(radix, self.me, rows, blocks=radix, **axes)
-        ]
-        published = [rows_held(radix, member, rows, held, radix) for member in members]
-        key = (rows, *(sorted(of) for of in axes.values()))
-        return self.group(digits), Route(pieces, published[members.index(self.me)], max(published), *key)
-
-    def rows_here(self, rows: tuple[int, ...], held: Digits) -> int:
-        return rows_held(self.radix, self.me, rows, held, self.radix)
-
-    def kept(self, rows: tuple[int, ...], held: Digits, cut: Digits) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A cut: the part of a rank's own rows that it keeps."""
-        axes: dict[str, Digits] = {"held": held, "cut": cut}
-        pieces = pieces_of(self.radix, self.me, rows, blocks=self.radix, **axes)
-        spans = [(piece.start, piece.start + piece.rows) for piece in pieces]
-        if len(spans) == 1:
-            ((first, end),) = spans
-            return lambda x: x[first:end]
-        return lambda x: torch.cat([x[first:end] for first, end in spans])
-
-    def moved(
-        self, op: str, group: Group, route: Route, summed: bool, tail: ResidualNorm | None
-    ) -> Callable[[torch.Tensor, torch.Tensor | None], Any]:
-        """(x, residual) -> the rows that a step brings here, or with a tail (their norm, their sum)."""
-        workspace = Workspace.of(group)
-        if workspace is None or self.hidden * self.dtype.itemsize > workspace.plane.slot_bytes:
-            return _by_library(group, route, tail)
-        number, hidden, dtype = OPS.index(op), self.hidden, self.dtype
-        if tail is None:
-            move = lambda x, residual: route.run(number, workspace, x, None, summed)  # noqa: E731
-        else:
-            exchange_rows = workspace.plane.exchange_rows
-
-            def move(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-                norm = torch.empty(route.rows_out, hidden, dtype=dtype)
-                total = torch.empty_like(norm)
-                if route.most:
-                    kept = 0 if residual is None else residual.data_ptr()
-                    how = (number, route.map, x.data_ptr(), 0, route.signature, tail.tail(residual))
-                    status = exchange_rows(*how, kept, norm.data_ptr(), total.data_ptr(), 0, 0)
-                    if status:
-                        workspace.fail(status)
-                return norm, total
-
-        if not group.checked:
-            return move
-
-        def checked(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-            group.agree(f"{op} {describe(x, 0)} of rows {route.signature}")
-            return move(x, residual)
-
-        return checked
+class Binder(RowMoves):
+    """Turns steps into callables for one stage, whose rows it is told."""
 
     def regroup(self, rows: tuple[int, ...], where: Digits, step: Step) -> Bring:
         """What a norm, a fold or the end of a stage does to the residual first."""
         if step.gather:
-            group, route = self.route(rows, where, Step("all_gather", gather=step.gather), step.cut)
+            group, route = self.route(rows, where, NONE, step.gather, step.cut)
             move = self.moved("all_gather", group, route, False, None)
             return lambda residual: move(residual, None)
         return self.kept(rows, where, step.cut) if step.cut else lambda residual: residual
-
-    # ------------------------------------------------------------------ junctions
 
     def bind(
         self,
@@ -254,7 +164,7 @@ class Binder:
             )
         else:
             cut = step.over if step.op == "reduce_scatter" else step.cut
-            group, route = self.route(rows, state.layout, step, cut)
+            group, route = self.route(rows, state.layout, step.over, step.gather, cut)
             move = self.moved(step.op, group, route, bool(step.over), tail if rider is not None else None)
             if rider is None:
                 junction = lambda x, residual: (move(made(x), None), residual)  # noqa: E731
@@ -311,23 +221,6 @@ class Binder:
 def nothing_to_bring(residual: Any) -> Any:
     """There is no residual yet, or it was folded in, or it is where it is needed."""
     return residual
-
-
-def _by_library(group: Group, route: Route, tail: ResidualNorm | None) -> Any:
-    """Between hosts, and for rows longer than a slot: all rows by the library, and then those that are needed."""
-    sizes = group.allgather_int64([route.rows])[:, 0].tolist()
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-
-    def move(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-        everyone = library.all_gather(x.contiguous(), group, dim=0, sizes=sizes)
-        parts = []
-        for piece in route.pieces:
-            owed = [everyone[starts[s] + piece.start :][: piece.rows] for s in piece.sources]
-            parts.append(owed[0] if len(owed) == 1 else torch.stack(owed).float().sum(0).to(x.dtype))
-        out = torch.cat(parts) if parts else x[:0]
-        return out if tail is None else tail(out, residual)
-
-    return move
 
 
 class LayerCommunicator:
@@ -406,7 +299,7 @@ class StageCommunicator:
             batch = Batch(rows, hidden * dtype.itemsize)
             one = plan(mapping, kinds, batch, costs, options, policy, last=last)
             self.plans[rows] = found.setdefault((one.layers, one.finish), one)
-        self.binder = Binder(mapping, self.plans[CLASSES[0]], hidden, dtype)
+        self.binder = Binder(mapping, self.plans[CLASSES[0]].stage, hidden, dtype)
         for digits in sorted({digits for one in found.values() for digits in used(one)}, key=sorted):
             Workspace.of(self.binder.group(digits))
         self._control = Distributed.get(mapping).group("attn_dp") if mapping.attn_dp_size > 1 else None

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import NamedTuple
 
-from spmd.boundary.layout import Digits, ScatterMode, Stage, State, Step
+from spmd.boundary.layout import ScatterMode, State, Step
 from spmd.boundary.plan import Batch, Boundary, Costs, LayerPlan, Plan
+from spmd.topology.stage import Digits, Stage
 
 
 class Line(NamedTuple):

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal, NamedTuple
 
-from spmd.boundary.layout import NONE, Digits, Stage, State, Step
+from spmd.boundary.layout import State, Step, moves
 from spmd.errors import InputError
 from spmd.topology.mapping import Mapping
+from spmd.topology.stage import NONE, Digits, Stage
 
 KINDS = ("dense", "moe")
 
@@ -215,7 +216,7 @@ class Boundary:
                 enough = min(enough, cost + self.collective(stage.every, self.held(NONE)))
             nexts: list[tuple[Step, Node]] = [
                 (step, (step.after(state), where, normed, step.op != "cut"))
-                for step in stage.moves(state, goal, useful)
+                for step in moves(stage, state, goal, useful)
             ]
             if not normed:
                 layout = state.layout

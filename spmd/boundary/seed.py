@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from spmd.boundary.layout import Digits, State, Step
+from spmd.boundary.layout import State, Step
 from spmd.boundary.plan import Boundary, Options, needs
 from spmd.topology.mapping import Mapping
+from spmd.topology.stage import Digits
 
 
 def stack(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from spmd.boundary.layout import NONE
 from spmd.boundary.plan import needs
 from spmd.topology.rows import pieces_of
+from spmd.topology.stage import NONE
 
 WIDTH, MODULUS = 2, 1009
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd.boundary.layout import NONE, ScatterMode, Stage, State, Step, subsets
+from spmd.boundary.layout import ScatterMode, State, Step, moves, subsets
 from spmd.boundary.plan import Batch, Boundary, Costs, Options, needs, plan, stack
 from spmd.errors import InputError
 from spmd.topology.mapping import Mapping
+from spmd.topology.stage import NONE, Stage
 from tests.boundary.simulation import Simulation
 
 
@@ -173,7 +174,7 @@ def test_search_is_exhaustive():
     def paths(state, depth):
         yield (), state
         if depth:
-            for step in stage.moves(state, NONE, stage.every):
+            for step in moves(stage, state, NONE, stage.every):
                 for rest, end in paths(step.after(state), depth - 1):
                     yield (step, *rest), end
 

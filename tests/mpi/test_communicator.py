@@ -10,6 +10,7 @@ from spmd.boundary.communicator import StageCommunicator
 from spmd.boundary.plan import Options
 from spmd.collectives.epilogue import ResidualNorm
 from spmd.control import mpi
+from spmd.control.record import recorder
 
 HIDDEN = 16
 
@@ -108,3 +109,43 @@ def test_steps_without_rows_of_some_or_all_groups():
         (x, _), _ = forward(communicator, counts, torch.ones(rows, HIDDEN), (same, same))
         assert torch.allclose(x, torch.ones(rows, HIDDEN), atol=1e-5)
     Distributed.get(mapping).close()
+
+
+def traced(mapping, policy, counts, layers=3):
+    """(operation, group) of every collective of one forward, in order."""
+    communicator = stage(mapping, ["dense"] * layers, policy=policy)
+    part = lambda x: x / mapping.tp_size  # noqa: E731
+    x = torch.ones(counts[mapping.attn_dp_rank], HIDDEN)
+    forward(communicator, counts, x, (part, part))
+    recorder.reset()
+    recorder.timeline = True
+    forward(communicator, counts, x, (part, part))
+    recorder.timeline = False
+    moved = [event for event in recorder.events if event[0] != "barrier"]
+    Distributed.get(mapping).close()
+    return [event[:2] for event in sorted(moved, key=lambda event: event[3])]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+def test_tensor_parallelism_alone_is_seen_to_have_two_sums_a_layer(policy):
+    world = mpi.world()
+    mapping = Mapping(4, world.rank, tp_size=4)
+    assert traced(mapping, policy, (2,)) == [("all_reduce", "tp")] * 6
+
+
+@pytest.mark.ranks(4)
+def test_attention_dp_by_the_fixed_choices_is_seen_to_gather_and_to_sum():
+    """An exchange sums over two and gathers to four before the MLP; after it the sum over four; the cut is local."""
+    world = mpi.world()
+    mapping = Mapping(4, world.rank, tp_size=4, attn_dp_size=2)
+    assert traced(mapping, "seed", (2, 3)) == [("exchange", "tp"), ("all_reduce", "tp")] * 3
+
+
+@pytest.mark.ranks(4)
+def test_a_long_prefill_is_seen_to_keep_the_residual_cut():
+    world = mpi.world()
+    mapping = Mapping(4, world.rank, tp_size=4)
+    communicator = stage(mapping, ["dense"])
+    assert {layer.middle_residual for layer in communicator.plan_for(1).layers} == {frozenset()}
+    assert traced(mapping, "cost", (16384,), 2) == [("reduce_scatter", "tp"), ("all_gather", "tp")] * 4
