@@ -43,6 +43,7 @@ def options() -> job.Options:
     add("--cp", type=int, metavar="N", help="context-parallel ranks (only 1 so far)")
     for name in ("attn-dp", "moe-tp", "moe-ep", "moe-cluster"):
         add(f"--{name}", type=int, default=-1, metavar="N", help="see python -m spmd.topo")
+    add("--dwdp", type=int, default=0, metavar="N", help="ranks that share their experts' weights")
     spmd_plan.add_choices(parser)
     add("--pp-partition", metavar="N,N,...", help="layers of each stage (default: even)")
     prompts = parser.add_mutually_exclusive_group()
@@ -97,6 +98,7 @@ def layout(args: argparse.Namespace, world: int, rank: int) -> Mapping:
         except ValueError:
             raise InputError(f"--pp-partition {args.pp_partition!r} must be counts like 10,12,8") from None
     sizes = {f"{axis}_size": getattr(args, axis) for axis in ("attn_dp", "moe_tp", "moe_ep", "moe_cluster")}
+    sizes |= {"dwdp_size": args.dwdp, "dwdp_rank": rank % args.dwdp if args.dwdp > 1 else 0}
     return Mapping(world, rank, tp_size=tp, pp_size=pp, cp_size=cp, pp_partition=partition, **sizes)
 
 

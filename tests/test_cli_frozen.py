@@ -11,6 +11,7 @@ OPTIONS = {
     "--moe-tp": -1,
     "--moe-ep": -1,
     "--moe-cluster": -1,
+    "--dwdp": 0,
     "--policy": "cost",
     "--a2a": False,
     "--dense-dp": False,

@@ -208,6 +208,7 @@ class Decoder:
         if experts.shared_gate is not None:
             stored = checkpoint.read(f"{block}shared_expert_gate.weight", (1, hidden))
             experts.shared_gate.copy_(stored[slice(0, 1), slice(0, hidden)])
+        experts.loaded()
 
     @staticmethod
     def _load_norm(checkpoint: Checkpoint, norm: RMSNorm, name: str) -> None:

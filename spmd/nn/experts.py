@@ -15,6 +15,7 @@ from spmd.collectives.moe import ExpertExchange
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.errors import InputError
+from spmd.memory.symmetric import allocate
 from spmd.nn.linear import Source, fill
 from spmd.nn.rows import swiglu
 from spmd.topology.mapping import Mapping
@@ -73,7 +74,8 @@ class Experts:
     Expert e is held by the moe_ep rank of every cluster that owns it (`Mapping.ep_experts`), cut over moe_tp by its
     inner width. Without all-to-all x has the rows of the whole cluster, and the sum is owed over moe_tp and moe_ep.
     With it the rows differ over moe_ep: every token goes to each rank that owns any of its experts, and what those
-    make of it comes back; the sum is owed over moe_tp.
+    make of it comes back; the sum is owed over moe_tp. Under dwdp (ranks that attend alone) every rank runs all
+    experts on its own rows: each keeps some in memory that its peers see, and no row moves.
 
     A rank's experts are added in fp32, in their order, and rounded once; so are the rows that come back, in rank order.
     The shared expert is cut over the ranks that owe the sum. Errors: InputError for more ranks than experts.
@@ -86,20 +88,48 @@ class Experts:
         self.alltoall = alltoall and mapping.moe_ep_size > 1
         if config.num_experts < mapping.moe_ep_size:
             raise InputError(f"{config.num_experts} experts cannot be split over moe_ep_size {mapping.moe_ep_size}")
-        self.own = mapping.ep_experts(config.num_experts)
-        self.width = split(config.intermediate, mapping.moe_tp_size, mapping.moe_tp_rank)
-        over, at = mapping.moe_tp_size, mapping.moe_tp_rank
-        if not alltoall:
+        shared_weights = mapping.dwdp_size > 1
+        over, at = (1, 0) if shared_weights else (mapping.moe_tp_size, mapping.moe_tp_rank)
+        self.width = split(config.intermediate, over, at)
+        if not (alltoall or shared_weights):
             over, at = over * mapping.moe_ep_size, at * mapping.moe_ep_size + mapping.moe_ep_rank
         self.shared_width = split(config.shared, over, at)
-        count, inner, shared = len(self.own), len(self.width), len(self.shared_width)
+        inner, shared = len(self.width), len(self.shared_width)
         self.gate = torch.empty(config.num_experts, hidden, dtype=dtype)
         self.bias = torch.zeros(config.num_experts) if config.scoring == "sigmoid" else None
-        self.gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype)
-        self.down = torch.empty(count, hidden, inner, dtype=dtype)
+        # experts: those that this rank's rows meet, the first of them number `first`; own: those that it loads
+        self.experts: list[tuple[torch.Tensor, torch.Tensor]]
+        if shared_weights:
+            self.own = split_first(config.num_experts, mapping.dwdp_size, mapping.dwdp_rank)
+            self.first, self.experts = 0, self._shared_memory(inner)
+        else:
+            self.own = mapping.ep_experts(config.num_experts)
+            self.first, count = self.own.start, len(self.own)
+            gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype)
+            self.experts = list(zip(gate_up, torch.empty(count, hidden, inner, dtype=dtype), strict=True))
         self.shared_gate_up = torch.empty(2 * shared, hidden, dtype=dtype)
         self.shared_down = torch.empty(hidden, shared, dtype=dtype)
         self.shared_gate = torch.empty(1, hidden, dtype=dtype) if config.shared_gate else None
+
+    def _shared_memory(self, inner: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """All experts, each in the memory of the rank of the dwdp group that owns it: peers read them where they are.
+        Collective over that group. InputError where it spans hosts."""
+        size, experts = self.mapping.dwdp_size, self.config.num_experts
+        group = Distributed.get(self.mapping).group("dwdp")
+        half = self.hidden * inner  # elements of the down projection; gate and up are two more
+        memory = allocate(group, -(-experts // size) * 3 * half * self.dtype.itemsize)
+        made = []
+        for rank in range(size):
+            elements = memory.peer(rank).view(self.dtype)
+            for at in range(0, 3 * half * len(split_first(experts, size, rank)), 3 * half):
+                gate_up, down = elements[at : at + 2 * half], elements[at + 2 * half : at + 3 * half]
+                made.append((gate_up.view(2 * inner, self.hidden), down.view(self.hidden, inner)))
+        return made
+
+    def loaded(self) -> None:
+        """After loading: nobody reads a peer's experts before they are there. Collective over a dwdp group."""
+        if self.mapping.dwdp_size > 1:
+            Distributed.get(self.mapping).group("dwdp").barrier()
 
     @cached_property
     def group(self) -> Group:
@@ -114,8 +144,7 @@ class Experts:
 
     def load_expert(self, number: int, gate: Source, up: Source, down: Source) -> None:
         """Copy this rank's part of a stored expert that it owns: gate and up [I, hidden], down [hidden, I]."""
-        at = number - self.own.start
-        _load(self.gate_up[at], self.down[at], self.width, gate, up, down)
+        _load(*self.experts[number - self.first], self.width, gate, up, down)
 
     def load_shared(self, gate: Source, up: Source, down: Source) -> None:
         """Copy this rank's part of the shared expert."""
@@ -124,10 +153,7 @@ class Experts:
     def __call__(self, x: torch.Tensor, sizes: Sequence[int] = ()) -> torch.Tensor:
         """sizes: with all-to-all, the rows of all ranks that tokens are sent between."""
         ids, weights = choose(F.linear(x, self.gate), self.config, self.bias)
-        if self.alltoall:
-            total = self._alltoall(x, ids, weights, sizes)
-        else:
-            total = self._local(x, ids, weights, self.own.start)
+        total = self._alltoall(x, ids, weights, sizes) if self.alltoall else self._local(x, ids, weights, self.first)
         if self.config.shared:
             shared = F.linear(swiglu(F.linear(x, self.shared_gate_up)), self.shared_down).float()
             if self.shared_gate is not None:
@@ -140,14 +166,14 @@ class Experts:
         total = torch.zeros(len(x), self.hidden)
         flat = ids.flatten()
         order = flat.argsort(stable=True)
-        ends = torch.searchsorted(flat[order], torch.arange(first, first + len(self.own) + 1)).tolist()
+        ends = torch.searchsorted(flat[order], torch.arange(first, first + len(self.experts) + 1)).tolist()
         rows = order // ids.shape[1]
         scale = weights.flatten()[order].unsqueeze(1)
         for index, (begin, end) in enumerate(pairwise(ends)):
             if begin < end:
                 at = rows[begin:end]
-                made = swiglu(torch.mm(x[at], self.gate_up[index].t()))
-                made = torch.mm(made, self.down[index].t())
+                gate_up, down = self.experts[index]
+                made = torch.mm(swiglu(torch.mm(x[at], gate_up.t())), down.t())
                 total.index_add_(0, at, made.float().mul_(scale[begin:end]))
         return total
 
@@ -161,7 +187,7 @@ class Experts:
             return self.exchange.combine(sent, numbers).float()
         # ranks that share no memory, or too little of it: an all-gather and a reduce-scatter
         rows, numbers, scale = (gather.all_gather(part, self.group, dim=0, sizes=sizes) for part in (x, ids, weights))
-        made = self._local(rows, numbers, scale, self.own.start)
+        made = self._local(rows, numbers, scale, self.first)
         return gather.reduce_scatter(made, self.group, dim=0, sizes=sizes)
 
 

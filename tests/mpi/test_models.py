@@ -146,3 +146,13 @@ def test_experts_in_every_layout_equal_transformers(name, tp, pp, attn_dp, moe_t
     sizes = {"moe_tp_size": moe_tp, "moe_cluster_size": cluster, "moe_ep_size": tp // moe_tp // cluster}
     policy = "seed" if moe_tp > cluster else "cost"
     compare(name, tp, pp, 5, options=Options(a2a=a2a), policy=policy, attn_dp_size=attn_dp, **sizes)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_in_the_memory_of_peers_equal_transformers(name):
+    """Every rank attends to its own prompts and runs all experts, each of which one rank holds."""
+    size = mpi.world().size
+    for shared in {size, size // 2} - {1} if size % 2 == 0 else {size}:
+        rank = mpi.world().rank % shared
+        compare(name, size, 1, 5, attn_dp_size=size, dwdp_size=shared, dwdp_rank=rank)
