@@ -45,6 +45,7 @@ bench: $(STAMP) $(MODEL)
 	$(PY) bench/exchange.py
 	$(PY) bench/boundary.py
 	$(PY) bench/moe.py
+	$(PY) bench/attention_dp.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

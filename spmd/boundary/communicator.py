@@ -229,9 +229,11 @@ class LayerCommunicator:
     Bound from the layer's plan; the calls decide nothing. x: rows [held here, hidden], or a Partial where a sum is
     owed; residual: rows in the layout that the plan keeps them in. Every rank of a stage calls the same junctions in
     the same order, also with no rows. sizes: the rows that the MLP gets on the ranks that share its experts.
+    `hidden(residual)`, after prepare_attn: the finished hidden state that entered the layer, a copy, on every rank the
+    rows of its attention group; all ranks call it or none.
     """
 
-    __slots__ = ("postprocess_layer", "prepare_attn", "prepare_mlp", "sizes")
+    __slots__ = ("hidden", "postprocess_layer", "prepare_attn", "prepare_mlp", "sizes")
 
     def __init__(
         self,
@@ -243,7 +245,10 @@ class LayerCommunicator:
         rows: tuple[int, ...],
     ) -> None:
         """arrives, residual: the states on entering; norms: before attention, before the MLP."""
-        between = after_steps(layer.prepare_attn, arrives, residual)
+        between, home = after_steps(layer.prepare_attn, arrives, residual), layer.attn.layout
+        assert between is not None
+        whole = binder.regroup(rows, between, Step("norm", gather=between - home, cut=home - between))
+        self.hidden: Callable[[torch.Tensor], torch.Tensor] = lambda residual: whole(residual).clone()
         self.prepare_attn = binder.bind(layer.prepare_attn, arrives, residual, norms[0], rows)
         self.prepare_mlp = binder.bind(layer.prepare_mlp, layer.attn, between, norms[1], rows)
         where = after_steps(layer.prepare_mlp, layer.attn, between)

@@ -122,7 +122,14 @@ class Decoder:
         d = self.config.attention.head_dim
         return [KvCache(slots, max_length, layer.attention.num_kv_heads, d, self.dtype) for layer in self.layers]
 
-    def forward(self, x: torch.Tensor, chunks: list[Chunk], caches: Sequence[KvCache]) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        chunks: list[Chunk],
+        caches: Sequence[KvCache],
+        hidden: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """hidden: is given, for every layer of this stage, a copy of the hidden states that entered it."""
         communicator = self.communicator
         counts, sequences = communicator.agree(len(x), len(chunks))
         step = communicator.begin(counts)
@@ -134,6 +141,8 @@ class Decoder:
         residual = None
         for layer, cache, between in zip(self.layers, caches, step.layers, strict=True):
             x, residual = between.prepare_attn(x, residual)
+            if hidden is not None:
+                hidden.append(between.hidden(residual))
             x, residual = between.prepare_mlp(layer.attention(x, rotation, chunks, cache), residual)
             x, residual = between.postprocess_layer(layer.mlp(x, between.sizes), residual)
         x, residual = step.finish(x, residual)

@@ -63,6 +63,34 @@ def test_the_cheapest_is_never_dearer_than_the_fixed_one(given_layout, size, las
     assert cheap.cost <= fixed.cost * (1 + 1e-9)
 
 
+def all_layouts(largest):
+    """Every legal mapping of up to so many ranks of one stage; more stages are the same plan."""
+    for tp in range(1, largest + 1):
+        for attn_dp in divisors(tp):
+            for moe_tp in divisors(tp):
+                for cluster in divisors(tp // moe_tp):
+                    sizes = {"moe_tp_size": moe_tp, "moe_cluster_size": cluster, "moe_ep_size": tp // moe_tp // cluster}
+                    yield Mapping(tp, 0, tp_size=tp, attn_dp_size=attn_dp, **sizes)
+
+
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+@pytest.mark.parametrize("a2a", [False, True])
+def test_every_layout_of_up_to_twelve_ranks(policy, a2a):
+    """One mixed stack on each, with uneven groups and empty ones."""
+    planned, options = 0, Options(a2a=a2a)
+    for mapping in all_layouts(12):
+        counts = [(7 * group) % 5 for group in range(mapping.attn_dp_size)]
+        batch = Batch((4, 4096)[planned % 2], 4096)
+        try:
+            made = plan(mapping, ["dense", "moe", "moe", "dense"], batch, None, options, policy)
+        except InputError as error:
+            assert "refinement" in str(error)
+            continue
+        Simulation(made, counts, options, seed=planned).run()
+        planned += 1
+    assert planned > 150
+
+
 def ops(steps):
     return [step.op for step in steps]
 

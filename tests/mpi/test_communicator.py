@@ -43,10 +43,11 @@ def test_blocks_of_ones_add_up_once(policy, shared):
     rows = counts[mapping.attn_dp_rank]
     attend = lambda x: torch.full_like(x, 1 / mapping.attn_tp_size)  # noqa: E731
     mlp = lambda x: torch.full_like(x, 1 / mapping.tp_size)  # noqa: E731
-    (x, _), _ = forward(communicator, counts, torch.ones(rows, HIDDEN), (attend, mlp))
+    (x, _), seen = forward(communicator, counts, torch.ones(rows, HIDDEN), (attend, mlp))
     assert x.shape == (rows, HIDDEN)
     assert torch.allclose(x, torch.ones(()))  # the norm of equal numbers
-    assert all(step.finish is not None for step in communicator._bound.values())
+    for layer, residual in enumerate(seen):  # the embedding, and two blocks a layer
+        assert torch.equal(residual, torch.full_like(residual, 1 + 2 * layer))
     Distributed.get(mapping).close()
 
 

@@ -11,6 +11,7 @@ from spmd.errors import InputError
 from spmd.models.decoder import Decoder
 from spmd.models.generate import Sampling, generate
 from spmd.models.weights import open_checkpoint
+from spmd.nn.attention import Chunk
 from tests import oracle
 
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(4, 1), (2, 2)], 5: [(5, 1)]}
@@ -156,3 +157,36 @@ def test_experts_in_the_memory_of_peers_equal_transformers(name):
     for shared in {size, size // 2} - {1} if size % 2 == 0 else {size}:
         rank = mpi.world().rank % shared
         compare(name, size, 1, 5, attn_dp_size=size, dwdp_size=shared, dwdp_rank=rank)
+
+
+def captured(name, mapping, chunks, texts, options=None, policy="cost"):
+    """The hidden states that entered every layer for a prefill, and copies made at once."""
+    checkpoint = open_checkpoint(oracle.load(name).path)
+    with torch.inference_mode():
+        decoder = Decoder(checkpoint.config, mapping, torch.float32, options, policy)
+        decoder.load(checkpoint)
+        kept: list = []
+        tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
+        decoder(tokens, chunks, decoder.new_caches(max(len(texts), 1), 64), kept)
+    return kept
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("a2a", [False, True])
+def test_hidden_states_of_every_layer_equal_those_of_one_rank(policy, shared, a2a):
+    """Also where the plan keeps the residual cut, and for a group with nothing to do."""
+    size, rank = mpi.world().size, mpi.world().rank
+    mapping = Mapping(size, rank, tp_size=size, attn_dp_size=shared, moe_ep_size=size)
+    texts = [list(range(40, 52))]
+    own = texts if mapping.attn_dp_rank == 0 else []
+    chunks = [Chunk(0, 0, 12)]
+    many = captured("qwen3_moe", mapping, chunks[: len(own)], own, Options(a2a=a2a), policy)
+    alone = captured("qwen3_moe", Mapping(), chunks, texts)
+    assert len(many) == len(alone) == 4
+    for a, b in zip(many, alone, strict=True):
+        if own:
+            assert a.shape == b.shape and (a - b).abs().max() <= 2e-4
+        else:
+            assert a.shape == (0, b.shape[1])
