@@ -57,7 +57,7 @@ def ranks(turns: int) -> None:
     def ours() -> torch.Tensor:
         sent = exchange.dispatch(x, ids, weights, sizes)
         assert sent is not None
-        return exchange.combine(sent, ids, out)
+        return exchange.combine(sent, out)
 
     def layout(rows: list[int]) -> tuple[list[int], list[int]]:
         counts = [row * HIDDEN * 2 for row in rows]

@@ -53,8 +53,8 @@ class Partial:
 
 
 def made(x: torch.Tensor | Partial) -> torch.Tensor:
-    """The rows themselves."""
-    return x.into() if isinstance(x, Partial) else x
+    """The rows themselves, one after the other in memory: kernels take their address."""
+    return (x.into() if isinstance(x, Partial) else x).contiguous()
 
 
 def nothing(x: Any, residual: Any) -> tuple[Any, Any]:

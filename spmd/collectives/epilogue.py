@@ -14,6 +14,7 @@ from spmd.collectives.cpu import DTYPES
 from spmd.collectives.fusion import AllReduceFusionOp
 from spmd.collectives.strategy import AllReduceStrategy
 from spmd.control.mpi import Group
+from spmd.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,6 +154,10 @@ class ResidualNorm:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x [rows, n], contiguous -> (norm of x + residual, x + residual), no rank involved. No residual: x stays."""
+        if x.dtype != self.weight.dtype or x.shape[1:] != self.weight.shape or not x.is_contiguous():
+            raise InputError(f"a norm of {describe(self.weight)} takes contiguous rows of its type, not {describe(x)}")
+        if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+            raise InputError(f"the residual is {describe(residual)}, but the rows {describe(x)}")
         norm = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
         kept, out = (0, 0) if residual is None else (residual.data_ptr(), total.data_ptr())

@@ -124,7 +124,7 @@ class Dispatched:
 
     rows [R, H], in memory that the sources will read: what the experts make of them is written over them. ids int32
     [R, k]: this rank's experts from 0, -1 for those of others; weights fp32 [R, k]; counts int64 [ranks]: how many came
-    from each source. All is good until the next dispatch of the group.
+    from each source. routed: the ids of this rank's own tokens. All is good until the next dispatch of the group.
     """
 
     rows: torch.Tensor
@@ -132,6 +132,7 @@ class Dispatched:
     weights: torch.Tensor
     counts: torch.Tensor
     place: torch.Tensor
+    routed: torch.Tensor
 
 
 class ExpertExchange:
@@ -151,7 +152,9 @@ class ExpertExchange:
     def dispatch(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]
     ) -> Dispatched | None:
-        """x [T, H], contiguous; ids int32 [T, k], the numbers of all ranks' experts; weights fp32 [T, k]."""
+        """x [T, H] fp32, bf16 or fp16; ids int32 [T, k], the numbers of all ranks' experts; weights fp32 [T, k]."""
+        self._check(x, ids, weights, sizes)
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         group, k, row_bytes = self.group, ids.shape[1], x.shape[1] * x.element_size()
         workspace = Workspace.of(group)
         if workspace is None:
@@ -179,16 +182,27 @@ class ExpertExchange:
         plane.take_tokens(
             at, self.first, self.last, k, row_bytes, place.data_ptr() + header, own.data_ptr(), scale.data_ptr()
         )
-        return Dispatched(rows, own, scale, counts, place)
+        return Dispatched(rows, own, scale, counts, place, ids)
 
-    def combine(self, sent: Dispatched, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Per token of ids [T, k] the sum, in fp32 and in rank order, of what the ranks with its experts wrote over
-        their `rows`, rounded once: [T, H]."""
-        workspace, n = Workspace.of(self.group), sent.rows.shape[1]
+    def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]) -> None:
+        group, given = self.group, f"tokens {describe(x)}, ids {describe(ids)}, weights {describe(weights)}"
+        if x.dtype not in DTYPES or x.dim() != 2 or ids.dtype != torch.int32 or weights.dtype != torch.float32:
+            refuse("dispatch", group, f"{given}: it takes [T, H] of a float type, int32 [T, k] and fp32 [T, k]")
+        if ids.dim() != 2 or ids.shape != weights.shape or len(ids) != len(x):
+            refuse("dispatch", group, f"{given} do not belong together")
+        if len(sizes) != group.size or sizes[group.rank] != len(x):
+            refuse("dispatch", group, f"{given}, but by sizes {list(sizes)} (index {group.rank})")
+
+    def combine(self, sent: Dispatched, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Per token that was dispatched the sum, in fp32 and in rank order, of what the ranks with its experts wrote
+        over their `rows`, rounded once: [T, H]."""
+        workspace, ids, n, dtype = Workspace.of(self.group), sent.routed, sent.rows.shape[1], sent.rows.dtype
         assert workspace is not None
         if out is None:
             out = sent.rows.new_empty(len(ids), n)
-        where = (ids.data_ptr(), self.bounds.data_ptr(), n, DTYPES[out.dtype], out.data_ptr())
+        if out.shape != (len(ids), n) or out.dtype != dtype or not out.is_contiguous():
+            refuse("combine", self.group, f"out is {describe(out)}, but {len(ids)} rows of {n} come back")
+        where = (ids.data_ptr(), self.bounds.data_ptr(), n, DTYPES[dtype], out.data_ptr())
         if status := workspace.plane.combine(sent.place.data_ptr(), len(ids), ids.shape[1], *where):
             workspace.fail(status)
         return out

@@ -9,7 +9,7 @@ import torch
 
 from spmd.collectives import library
 from spmd.collectives.allreduce import AllReduce
-from spmd.collectives.arguments import describe
+from spmd.collectives.arguments import NAMES, describe, refuse
 from spmd.collectives.cpu import Route
 from spmd.collectives.epilogue import ResidualNorm
 from spmd.control.distributed import Distributed
@@ -101,11 +101,14 @@ class RowMoves:
                         workspace.fail(status)
                 return norm, total
 
-        if not group.checked:
-            return move
+        before, after = torch.Size((route.rows, hidden)), torch.Size((route.rows_out, hidden))
 
         def checked(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-            group.agree(f"{op} {describe(x, 0)} of rows {route.signature}")
+            for given, shape in ((x, before), (residual, after)):
+                if given is not None and (given.shape != shape or given.dtype != dtype):
+                    refuse(op, group, f"{describe(given)} where the plan has {NAMES[dtype]}{[*shape]}")
+            if group.checked:
+                group.agree(f"{op} {describe(x, 0)} of rows {route.signature}")
             return move(x, residual)
 
         return checked

@@ -180,11 +180,10 @@ class Experts:
     def _alltoall(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]
     ) -> torch.Tensor:
-        x, numbers = x.contiguous(), ids.to(torch.int32)
-        sent = self.exchange.dispatch(x, numbers, weights, sizes)
+        sent = self.exchange.dispatch(x, ids.to(torch.int32), weights, sizes)
         if sent is not None:
             sent.rows.copy_(self._local(sent.rows, sent.ids, sent.weights, 0))
-            return self.exchange.combine(sent, numbers).float()
+            return self.exchange.combine(sent).float()
         # ranks that share no memory, or too little of it: an all-gather and a reduce-scatter
         rows, numbers, scale = (gather.all_gather(part, self.group, dim=0, sizes=sizes) for part in (x, ids, weights))
         made = self._local(rows, numbers, scale, self.first)

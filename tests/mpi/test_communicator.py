@@ -11,6 +11,7 @@ from spmd.boundary.plan import Options
 from spmd.collectives.epilogue import ResidualNorm
 from spmd.control import mpi
 from spmd.control.record import recorder
+from spmd.errors import InputError
 
 HIDDEN = 16
 
@@ -150,3 +151,19 @@ def test_a_long_prefill_is_seen_to_keep_the_residual_cut():
     communicator = stage(mapping, ["dense"])
     assert {layer.middle_residual for layer in communicator.plan_for(1).layers} == {frozenset()}
     assert traced(mapping, "cost", (16384,), 2) == [("reduce_scatter", "tp"), ("all_gather", "tp")] * 4
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("rows", [16384, 2])
+def test_rows_that_are_not_what_was_agreed_are_refused(rows):
+    world = mpi.world()
+    mapping = Mapping(world.size, world.rank, tp_size=world.size)
+    communicator = stage(mapping, ["dense"])
+    step = communicator.begin((rows,))
+    layer = step.layers[0]
+    with pytest.raises(InputError, match=r"a norm of fp32\[16\]"):
+        layer.prepare_attn(torch.ones(rows, HIDDEN + 1), None)
+    _, residual = layer.prepare_attn(torch.ones(rows, HIDDEN), None)
+    with pytest.raises(InputError):
+        layer.prepare_mlp(torch.ones(rows - 1, HIDDEN), residual)
+    Distributed.get(mapping).close()

@@ -9,6 +9,7 @@ import torch
 from spmd import Distributed, Mapping
 from spmd.collectives.moe import ExpertExchange
 from spmd.control import mpi
+from spmd.errors import InputError
 from spmd.topology.split import split_first
 
 several = pytest.mark.ranks(2, 3, 4, 5, 8)
@@ -71,7 +72,7 @@ def test_every_expert_sees_its_tokens_and_all_come_back(group, sizes, dtype, exp
         assert torch.equal(sent.ids, torch.where((numbers >= first) & (numbers < last), numbers - first, -1))
         assert torch.equal(sent.weights, torch.cat([part for _, _, part in wanted]))
         sent.rows.copy_(apply(sent.rows, sent.ids, sent.weights, first))
-        back = exchange.combine(sent, ids)
+        back = exchange.combine(sent)
         truth = sum(
             apply(x, torch.where((ids >= bounds[r]) & (ids < bounds[r + 1]), ids, -1), weights, 0).to(dtype).float()
             for r in range(size)
@@ -91,3 +92,25 @@ def test_without_shared_memory_enough_all_ranks_say_so(group, monkeypatch):
     x, ids = torch.zeros(4096, 64), torch.zeros(4096, 1, dtype=torch.int32)
     assert exchange.dispatch(x, ids, torch.ones(4096, 1), counts) is None
     Distributed.get(mapping).close()
+
+
+@several
+def test_tensors_that_do_not_fit_are_refused(group):
+    exchange = ExpertExchange(group, [*range(group.size), group.size])
+    x, ids, weights = torch.ones(3, 8), torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1)
+    sizes = [3] * group.size
+    wrong = [
+        (x.long(), ids, weights, sizes),
+        (x, ids.long(), weights, sizes),
+        (x, ids, weights.bfloat16(), sizes),
+        (x, ids[:2], weights[:2], sizes),
+        (x, ids, weights, [4] * group.size),
+        (x, ids, weights, sizes[1:]),
+    ]
+    for given in wrong:
+        with pytest.raises(InputError, match="dispatch on tp: tokens"):
+            exchange.dispatch(*given)
+    sent = exchange.dispatch(x.t().contiguous().t(), ids, weights, sizes)
+    with pytest.raises(InputError, match="3 rows of 8 come back"):
+        exchange.combine(sent, torch.ones(3, 9))
+    assert torch.equal(exchange.combine(sent), x)

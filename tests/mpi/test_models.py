@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from spmd import Mapping
+from spmd import Distributed, Mapping
 from spmd.boundary.plan import Batch, Options, plan
 from spmd.control import mpi
 from spmd.control.pipeline import init_pp_comm
@@ -190,3 +190,14 @@ def test_hidden_states_of_every_layer_equal_those_of_one_rank(policy, shared, a2
             assert a.shape == b.shape and (a - b).abs().max() <= 2e-4
         else:
             assert a.shape == (0, b.shape[1])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+@pytest.mark.parametrize("a2a", [False, True])
+def test_two_hosts_of_two_equal_transformers(policy, a2a, monkeypatch):
+    """Rows between hosts go by the library."""
+    monkeypatch.setenv("SPMD_NODES", "2x2")
+    layout = {"attn_dp_size": 2, "moe_ep_size": 4, "gpus_per_node": 2}
+    compare("qwen3_moe", 4, 1, 5, options=Options(a2a=a2a), policy=policy, **layout)
+    Distributed.get(Mapping(4, mpi.world().rank, tp_size=4, **layout)).close()
