@@ -12,6 +12,7 @@ from pathlib import Path
 from spmd import topo
 from spmd.boundary import plan as planner
 from spmd.boundary.explain import text
+from spmd.collectives import costs
 from spmd.control import job
 from spmd.errors import InputError
 from spmd.models.kinds import layer_kinds
@@ -44,21 +45,10 @@ def options() -> job.Options:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--stage", type=int, default=-1, metavar="N", help="pipeline stage; default: the last")
     parser.add_argument(
-        "--costs", metavar="FILE", help="JSON object with some of the costs: see spmd.boundary.plan.Costs"
+        "--costs", metavar="FILE", help="JSON object with some of the costs: see spmd.collectives.costs.Costs"
     )
     add_choices(parser)
     return parser
-
-
-def costs_of(path: str | None) -> planner.Costs:
-    """The built-in costs, with those of a file in their place."""
-    if path is None:
-        return planner.Costs()
-    try:
-        return planner.Costs(**json.loads(Path(path).read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        known = ", ".join(field.name for field in fields(planner.Costs))
-        raise InputError(f"{path} is no table of costs ({error}): it is a JSON object of {known}") from None
 
 
 def main() -> None:
@@ -80,8 +70,8 @@ def main() -> None:
     own = here.pp_layers(len(kinds))
     sizes = args.rows or (8, 4096)
     row_bytes = hidden * DTYPES[args.dtype]
-    costs = costs_of(args.costs)
-    sys.stdout.write(shown(here, kinds[own.start : own.stop], own.start, row_bytes, args, sizes, costs))
+    table = costs.read(args.costs) if args.costs else None
+    sys.stdout.write(shown(here, kinds[own.start : own.stop], own.start, row_bytes, args, sizes, table))
 
 
 def shown(
@@ -91,12 +81,12 @@ def shown(
     row_bytes: int,
     args: argparse.Namespace,
     sizes: Sequence[int],
-    costs: planner.Costs | None = None,
+    table: costs.Costs | None = None,
 ) -> str:
     """The plans of a stage whose first layer has the number `first`, for batches of these sizes."""
     last = mapping.is_last_pp_rank()
     made = (
-        planner.plan(mapping, kinds, planner.Batch(rows, row_bytes), costs, choices(args), args.policy, last=last)
+        planner.plan(mapping, kinds, planner.Batch(rows, row_bytes), table, choices(args), args.policy, last=last)
         for rows in sizes
     )
     return "\n".join(text(one, first) for one in made)

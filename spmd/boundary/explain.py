@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 from spmd.boundary.layout import ScatterMode, State, Step
-from spmd.boundary.plan import Batch, Boundary, Costs, LayerPlan, Plan
-from spmd.topology.stage import Digits, Stage
+from spmd.boundary.plan import Batch, Boundary, LayerPlan, Path, Plan
+from spmd.collectives.costs import Costs
+from spmd.topology.stage import NONE, Digits, Stage
+
+BYTES = Costs(latency=0, per_rank=0, host=0, byte=1, host_byte=1, norm_byte=0, copy_byte=0)
 
 
 class Line(NamedTuple):
@@ -24,7 +28,7 @@ class Line(NamedTuple):
 
 def layout_name(stage: Stage, state: State | Digits) -> str:
     """ "attn_dp: TP_ATTN_FULL, sum over attn_tp"."""
-    layout, partial = state if isinstance(state, State) else (state, frozenset())
+    layout, partial = state if isinstance(state, State) else (state, NONE)
     mode = ScatterMode.of(stage, layout)
     name = mode.name if mode else f"by {stage.say(layout)}"
     return name + (f", sum over {stage.say(partial)}" if partial else "")
@@ -32,78 +36,32 @@ def layout_name(stage: Stage, state: State | Digits) -> str:
 
 def describe(stage: Stage, step: Step) -> str:
     """all_reduce(tp), exchange(sum attn_tp, gather attn_dp), norm(residual cut attn_tp)."""
-    if step.op in ("fold", "norm", "add"):
-        of = {"gather": step.gather, "cut": step.cut, "then cut": step.keep}
-        said = ", ".join(f"{how} {stage.say(digits)}" for how, digits in of.items() if digits)
-        return f"{step.op}(residual {said})" if said else step.op
-    if step.op == "exchange":
-        of = {"sum": step.over, "gather": step.gather, "cut": step.cut}
-        return f"exchange({', '.join(f'{how} {stage.say(digits)}' for how, digits in of.items() if digits)})"
-    return f"{step.op}({stage.say(step.over | step.gather | step.cut)})"
+    if step.shifts and step.op != "exchange":
+        return f"{step.op}({stage.say(step.over | step.gather | step.cut)})"
+    parts = {"sum": step.over, "gather": step.gather, "cut": step.cut, "then cut": step.keep}
+    said = ", ".join(f"{how} {stage.say(digits)}" for how, digits in parts.items() if digits)
+    return f"{step.op}({'residual ' * (not step.shifts)}{said})" if said else step.op
 
 
-def lines(stage: Stage, batch: Batch, steps: tuple[Step, ...], state: State) -> Iterator[Line]:
-    """The steps of a junction that begins in a state."""
-    for step, after in zip_longest(steps, steps[1:]):
-        end = step.after(state)
-        group = stage.say(step.over | step.gather) if step.moves else stage.say(step.gather)
-        held = [batch.rows // stage.span(layout) for layout in (state.layout, end.layout)]
+def lines(stage: Stage, batch: Batch, path: Path) -> Iterator[Line]:
+    """The steps of a junction."""
+    price = Boundary(stage, batch, BYTES).price
+    for (step, state, _), after in zip_longest(path.walk(), path.steps[1:]):
+        held = [batch.rows // stage.span(of.layout) for of in (state, step.after(state))]
         fused = after.op if after is not None and after.rides else "previous" if step.rides else ""
-        yield Line(describe(stage, step), group, f"{held[0]} -> {held[1]}", moved(stage, batch, step, state), fused)
-        state = end
-
-
-def moved(stage: Stage, batch: Batch, step: Step, state: State) -> float:
-    """Bytes that a step brings to a rank, for every token of the batch."""
-    if not (step.moves or step.gather):
-        return 0.0
-    price = Costs(latency=0, per_rank=0, host=0, byte=1, host_byte=1, norm_byte=0, copy_byte=0)
-    return Boundary(stage, batch, price).price(step, state) / max(batch.rows, 1)
-
-
-def parts(
-    plan: Plan, first: int = 0
-) -> Iterator[tuple[str, list[tuple[str, State, tuple[Step, ...]]], dict[str, State | Digits]]]:
-    """For every distinct layer, and the end: its name, its junctions with their first states, its five states."""
-    seen: dict[LayerPlan, list[int]] = {}
-    for index, layer in enumerate(plan.layers):
-        seen.setdefault(layer, []).append(first + index)
-    start = plan.start
-    for layer, at in seen.items():
-        before = plan.layers[at[0] - first - 1].layer_output if at[0] > first else start
-        name = f"layer{'s' * (len(at) > 1)} {ranges(at)}, {layer.kind}"
-        junctions = [
-            ("prepare_attn", before, layer.prepare_attn),
-            ("prepare_mlp", layer.attn, layer.prepare_mlp),
-            ("postprocess_layer", layer.mlp, layer.postprocess),
-        ]
-        states: dict[str, State | Digits] = {
-            "layer_input": layer.layer_input,
-            "attn": layer.attn,
-            "mlp": layer.mlp,
-            "middle_residual": layer.middle_residual,
-            "layer_output": layer.layer_output,
-        }
-        yield name, junctions, states
-    last = plan.layers[-1].layer_output if plan.layers else start
-    yield "end", [("finish", last, plan.finish)], {}
+        moved = price(step, state) / max(batch.rows, 1) if step.moves or step.gather else 0.0
+        group = stage.say(step.over | step.gather)
+        yield Line(describe(stage, step), group, f"{held[0]} -> {held[1]}", moved, fused)
 
 
 def ranges(numbers: list[int]) -> str:
     """0-3, 5, 7-9."""
-    parts: list[list[int]] = []
-    for n in numbers:
-        if parts and parts[-1][-1] == n - 1:
-            parts[-1].append(n)
-        else:
-            parts.append([n])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def text(plan: Plan, first: int = 0) -> str:
     """The whole plan. first: the number of its first layer in the model."""
-    import io
-
     from rich.console import Console
     from rich.table import Table
 
@@ -115,17 +73,20 @@ def text(plan: Plan, first: int = 0) -> str:
         f"policy {plan.policy}, {batch.rows} rows of {batch.row_bytes} bytes, cost {plan.cost:.0f} us a forward"
     )
     console.print(f"ranks of a stage {stage.digits.size}: {digits or 'one'}")
-    for name, junctions, states in parts(plan, first):
+    seen: dict[LayerPlan, list[int]] = {}
+    for index, layer in enumerate(plan.layers):
+        seen.setdefault(layer, []).append(first + index)
+    parts = [(f"layer{'s' * (len(at) > 1)} {ranges(at)}, {of.kind}", of, of.junctions) for of, at in seen.items()]
+    for name, of, junctions in [*parts, ("end", None, {"finish": plan.finish})]:
         console.print(f"\n{name}")
-        for state_name, state in states.items():
-            console.print(f"  {state_name:16} {layout_name(stage, state)}")
+        for state, found in of.states._asdict().items() if of else ():
+            console.print(f"  {state:16} {layout_name(stage, found)}")
         table = Table("junction", "step", "group", "rows", "bytes per token", "fused with", box=None, padding=(0, 1))
-        for junction, state, steps in junctions:
-            found = list(lines(stage, batch, steps, state))
-            for i, line in enumerate(found):
-                head = junction if i == 0 else ""
-                table.add_row(head, line.step, line.group, line.rows, f"{line.bytes_per_token:.0f}", line.fused)
-            if not found:
-                table.add_row(junction, "nothing", "", "", "", "")
+        for junction, path in junctions.items():
+            head = "postprocess_layer" if junction == "postprocess" else junction
+            for line in list(lines(stage, batch, path)) or [Line("nothing", "", "", 0.0, "")]:
+                moved = f"{line.bytes_per_token:.0f}" if line.rows else ""
+                table.add_row(head, line.step, line.group, line.rows, moved, line.fused)
+                head = ""
         console.print(table)
     return out.getvalue()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from typing import NamedTuple
 
 from spmd.topology.mapping import Mapping
@@ -48,12 +48,23 @@ class Step:
         """Whether it is a move of the activation itself between ranks."""
         return self.op in COLLECTIVES
 
+    @property
+    def shifts(self) -> bool:
+        """Whether it is a step of the activation alone: a move or a cut."""
+        return self.moves or self.op == "cut"
+
     def after(self, state: State) -> State:
         """The activation's state afterwards."""
-        if self.op in ("fold", "norm", "add"):
+        if not self.shifts:
             return state
         cut = self.over if self.op == "reduce_scatter" else self.cut
         return State(state.layout - self.gather | cut, state.partial - self.over)
+
+    def apply(self, state: State, where: Digits | None) -> tuple[State, Digits | None]:
+        """The activation's state and the residual's layout afterwards; None: there is none, or it was folded."""
+        if self.shifts:
+            return self.after(state), where
+        return state, None if self.op == "fold" else state.layout | self.keep
 
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "exchange")
@@ -65,26 +76,21 @@ def subsets(digits: Digits) -> Iterator[Digits]:
     return map(frozenset, chain.from_iterable(combinations(ordered, n) for n in range(len(ordered) + 1)))
 
 
+def move(over: Digits, gather: Digits, cut: Digits) -> Step:
+    """The one step that does all of it."""
+    if over and not gather and cut in (NONE, over):
+        return Step("reduce_scatter" if cut else "all_reduce", over)
+    if not over and not (gather and cut):
+        return Step("all_gather", gather=gather) if gather else Step("cut", cut=cut)
+    return Step("exchange", over, gather, cut)
+
+
 def moves(stage: Stage, state: State, goal: Digits, useful: Digits) -> Iterator[Step]:
     """The single steps that can be part of a cheapest path: what the goal holds apart is never gathered, and copies
     are cut only along `useful` digits, among them the goal's."""
-    layout, partial = state
-    copies, apart = (stage.every - layout - partial) & useful, layout - goal
-    for over in subsets(partial):
-        if over:
-            yield Step("all_reduce", over)
-            yield Step("reduce_scatter", over)
-    for gather in subsets(apart):
-        if gather:
-            yield Step("all_gather", gather=gather)
-    for cut in subsets(copies):
-        if cut:
-            yield Step("cut", cut=cut)
-    for over in subsets(partial):
-        for gather in subsets(apart):
-            for cut in subsets(copies | over):
-                if (over and (gather or (cut and cut != over))) or (gather and cut):
-                    yield Step("exchange", over, gather, cut)
+    copies = (stage.every - state.layout - state.partial) & useful
+    for over, gather in product(subsets(state.partial), subsets(state.layout - goal)):
+        yield from (move(over, gather, cut) for cut in subsets(copies | over) if over or gather or cut)
 
 
 class ScatterMode(Enum):
@@ -95,9 +101,7 @@ class ScatterMode(Enum):
     FULL = "full"  # all
 
     def layout(self, stage: Stage) -> Digits:
-        if self == ScatterMode.SCATTERED:
-            return stage.every
-        return stage.of_axes("attn_dp") if self == ScatterMode.TP_ATTN_FULL else NONE
+        return {"SCATTERED": stage.every, "TP_ATTN_FULL": stage.of_axes("attn_dp"), "FULL": NONE}[self.name]
 
     def group_size(self, mapping: Mapping) -> int:
         """Ranks that hold the same rows: 1, attn_tp or tp."""

@@ -10,37 +10,20 @@ all-to-all are what comes out. policy="seed" takes SGLang's fixed choices instea
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import cache
+from itertools import accumulate, count
 from typing import Literal, NamedTuple
 
 from spmd.boundary.layout import State, Step, moves
+from spmd.collectives.costs import Costs
 from spmd.errors import InputError
 from spmd.topology.mapping import Mapping
 from spmd.topology.stage import NONE, Digits, Stage
 
 KINDS = ("dense", "moe")
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Microseconds of what a step does. The built-in numbers are those of ranks that share a host's memory.
-
-    latency: of a collective of two ranks; per_rank: of every further one; host: of one that crosses hosts, once more.
-    byte: moved to a rank; host_byte: the same between hosts; norm_byte: normalised; fused: the part of a norm that
-    costs nothing when it rides on a collective (fused * norm_byte stays below byte: else paths would take collectives
-    only to ride on them); copy_byte: of a copy or an addition on the spot.
-    """
-
-    latency: float = 5.0
-    per_rank: float = 2.5
-    host: float = 20.0
-    byte: float = 1e-4
-    host_byte: float = 1e-3
-    norm_byte: float = 2e-4
-    fused: float = 0.3
-    copy_byte: float = 2e-5
+Middle = Literal["norm", "add"]
 
 
 @dataclass(frozen=True)
@@ -64,23 +47,55 @@ class Options:
 
 
 @dataclass(frozen=True)
-class LayerPlan:
-    """States and junctions of one layer. layer_input and layer_output: where the norm before attention, and the block
-    after it, find the activation; partial sums are named where they are owed."""
+class Path:
+    """Steps from one state to another. state, where: the activation's, and the residual's layout (None: there is none,
+    or it was folded), before them."""
 
-    kind: str
+    state: State
+    where: Digits | None
+    steps: tuple[Step, ...] = ()
+
+    def states(self) -> list[tuple[State, Digits | None]]:
+        """Both, before every step and after the last."""
+        return list(accumulate(self.steps, lambda at, step: step.apply(*at), initial=(self.state, self.where)))
+
+    def walk(self) -> Iterator[tuple[Step, State, Digits | None]]:
+        """Every step and what it finds."""
+        return ((step, *at) for step, at in zip(self.steps, self.states(), strict=False))
+
+    def split(self, count: int) -> tuple[Path, Path]:
+        """Its first steps, and the others."""
+        return Path(self.state, self.where, self.steps[:count]), Path(*self.states()[count], self.steps[count:])
+
+
+class States(NamedTuple):
+    """Where the blocks of a layer, the norm before attention and the block after the layer find the activation, and
+    where the residual waits for the MLP. Partial sums are named where they are owed."""
+
     layer_input: State
     attn: State
     mlp: State
-    middle_residual: Digits
+    middle_residual: Digits | None
     layer_output: State
-    prepare_attn: tuple[Step, ...]
-    prepare_mlp: tuple[Step, ...]
-    postprocess: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The junctions of one layer, each from where the activation and the residual are."""
+
+    kind: str
+    prepare_attn: Path
+    prepare_mlp: Path
+    postprocess: Path
 
     @property
-    def junctions(self) -> dict[str, tuple[Step, ...]]:
+    def junctions(self) -> dict[str, Path]:
         return {name: getattr(self, name) for name in ("prepare_attn", "prepare_mlp", "postprocess")}
+
+    @property
+    def states(self) -> States:
+        last = self.postprocess
+        return States(self.prepare_attn.state, self.prepare_mlp.state, last.state, last.where, last.states()[-1][0])
 
 
 @dataclass(frozen=True)
@@ -93,17 +108,27 @@ class Plan:
     batch: Batch
     policy: str
     layers: tuple[LayerPlan, ...]
-    finish: tuple[Step, ...]
-    start: State
+    finish: Path
     cost: float
+
+    @property
+    def start(self) -> State:
+        return (self.layers[0].prepare_attn if self.layers else self.finish).state
+
+    def walk(self) -> Iterator[tuple[Step, State, Digits | None]]:
+        """All steps of a forward."""
+        for path in (*(path for layer in self.layers for path in layer.junctions.values()), self.finish):
+            yield from path.walk()
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a layer: the layout it takes rows in, and the state of what it makes."""
+    """A block of a layer: the layout it takes rows in, the state of what it makes, and whether it wants rows that no
+    two ranks share, as far as sums allow."""
 
     takes: Digits
     leaves: State
+    scattered: bool = False
 
 
 def needs(stage: Stage, mapping: Mapping, kind: str, options: Options) -> Block:
@@ -112,23 +137,21 @@ def needs(stage: Stage, mapping: Mapping, kind: str, options: Options) -> Block:
         layout = stage.of_axes("attn_dp")
         return Block(layout, State(layout, stage.of_axes("attn_tp")))
     if kind == "dense":
-        return Block(stage.every, State(stage.every)) if options.dense_dp else Block(NONE, State(NONE, stage.every))
+        alone = Block(stage.every, State(stage.every), True)
+        return alone if options.dense_dp else Block(NONE, State(NONE, stage.every))
     if kind != "moe":
         raise InputError(f"unknown kind of layer {kind!r}: it is one of {', '.join(KINDS)}")
     if mapping.dwdp_size > 1:
-        if stage.of_axes("attn_dp") != stage.every:
-            sizes = f"attn_dp_size {mapping.attn_dp_size} of {stage.digits.size} ranks"
-            raise InputError(f"dwdp_size {mapping.dwdp_size} needs ranks that attend alone, but got {sizes}")
-        return Block(stage.every, State(stage.every))
+        if stage.of_axes("attn_dp") == stage.every:
+            return Block(stage.every, State(stage.every), True)
+        sizes = f"attn_dp_size {mapping.attn_dp_size} of {stage.digits.size} ranks"
+        raise InputError(f"dwdp_size {mapping.dwdp_size} needs ranks that attend alone, but got {sizes}")
     if "moe_tp" not in stage.axes:
         if options.a2a or mapping.moe_cluster_size > 1:
             Stage.of(mapping)  # says why the views do not fit
         return Block(NONE, State(NONE, stage.every))
-    if options.a2a:
-        layout = stage.every - stage.axes["moe_tp"]
-        return Block(layout, State(layout, stage.axes["moe_tp"]))
-    layout = stage.axes["moe_cluster"]
-    return Block(layout, State(layout, stage.of_axes("moe_tp", "moe_ep")))
+    owed = stage.of_axes("moe_tp") if options.a2a else stage.of_axes("moe_tp", "moe_ep")
+    return Block(stage.every - owed, State(stage.every - owed, owed), options.a2a)
 
 
 class Boundary:
@@ -137,7 +160,7 @@ class Boundary:
     def __init__(self, stage: Stage, batch: Batch, costs: Costs, hosted: int = 1 << 30) -> None:
         """hosted: ranks of a host."""
         self.stage, self.batch, self.costs = stage, batch, costs
-        self._routes: dict[object, dict[Digits, tuple[float, tuple[Step, ...]]]] = {}
+        self.routes = cache(self._routes)
         self._inside = frozenset(d for d, n in stage.digits.sizes.items() if stage.digits.strides[d] * n <= hosted)
 
     def held(self, layout: Digits) -> float:
@@ -170,34 +193,21 @@ class Boundary:
         }
         return self.collective(step.over | step.gather, moved[step.op])
 
-    def total(self, steps: Iterable[Step], state: State) -> float:
-        cost = 0.0
-        for step in steps:
-            cost += self.price(step, state)
-            state = step.after(state)
-        return cost
+    def total(self, path: Path) -> float:
+        return sum(self.price(step, state) for step, state, _ in path.walk())
 
-    def routes(
-        self, start: State, goal: Digits, residual: Digits | None, middle: Literal["norm", "add"], ride: bool
+    def _routes(
+        self, start: State, goal: Digits, residual: Digits | None, middle: Middle, ride: bool
     ) -> dict[Digits, tuple[float, tuple[Step, ...]]]:
         """The cheapest paths to `goal` with no sum owed: {layout the residual is left in: (cost, steps)}.
 
         residual: its layout; None: the activation itself becomes it. ride: a norm may be part of the collective before.
         Left out are residuals that cost more than to bring the cheapest path's where they are."""
-        key = (start, goal, residual, middle, ride)
-        if key not in self._routes:
-            self._routes[key] = self._search(start, goal, residual, middle, ride)
-        return self._routes[key]
-
-    def _search(
-        self, start: State, goal: Digits, residual: Digits | None, middle: Literal["norm", "add"], ride: bool
-    ) -> dict[Digits, tuple[float, tuple[Step, ...]]]:
-        # a node: the activation's state; where the residual is (None: nowhere yet, "folded"); whether the norm is done;
-        # whether the last step was a collective, on which a norm can ride
+        # a node: the activation's state; where the residual is (None: nowhere yet, or folded in); whether the norm is
+        # done; whether the last step was a collective, on which a norm can ride
         stage, tie = self.stage, count()
-        Node = tuple[State, Digits | str | None, bool, bool]
-        begin: Node = (start, residual, False, False)
-        heap: list[tuple[float, int, Node, tuple[Step, ...]]] = [(0.0, next(tie), begin, ())]
+        Node = tuple[State, Digits | None, bool, bool]
+        heap: list[tuple[float, int, Node, tuple[Step, ...]]] = [(0.0, next(tie), (start, residual, False, False), ())]
         done: set[Node] = set()
         found: dict[Digits, tuple[float, tuple[Step, ...]]] = {}
         enough = float("inf")
@@ -211,74 +221,51 @@ class Boundary:
             done.add(node)
             state, where, normed, fresh = node
             if normed and state == (goal, NONE):
-                assert isinstance(where, frozenset)
+                assert where is not None
                 found.setdefault(where, (cost, path))
                 enough = min(enough, cost + self.collective(stage.every, self.held(NONE)))
-            nexts: list[tuple[Step, Node]] = [
-                (step, (step.after(state), where, normed, step.op != "cut"))
-                for step in moves(stage, state, goal, useful)
-            ]
+            steps = list(moves(stage, state, goal, useful))
             if not normed:
-                layout = state.layout
-                apart = where if isinstance(where, frozenset) else layout
-                gather, cut = apart - layout, layout - apart
-                if state.partial and isinstance(where, frozenset):
-                    nexts.append((Step("fold", gather=gather, cut=cut), (state, "folded", False, False)))
+                apart = state.layout if where is None else where
+                gather, cut = apart - state.layout, state.layout - apart
+                if state.partial and where is not None:
+                    steps.append(Step("fold", NONE, gather, cut))
                 if not state.partial:
-                    step = Step(middle, gather=gather, cut=cut, rides=ride and fresh and middle == "norm")
-                    nexts.append((step, (state, layout, True, False)))
-                    keep = (residual or NONE) - layout
+                    steps.append(Step(middle, NONE, gather, cut, rides=ride and fresh and middle == "norm"))
+                    keep = (residual or NONE) - state.layout
                     if keep and middle == "norm":  # cutting it back is local
-                        nexts.append((replace(step, keep=keep), (state, layout | keep, True, False)))
-            for step, new in nexts:
+                        steps.append(replace(steps[-1], keep=keep))
+            for step in steps:
+                new = (*step.apply(state, where), normed or step.op == middle, step.moves)
                 if new not in done:
                     heapq.heappush(heap, (cost + self.price(step, state), next(tie), new, (*path, step)))
         return found
 
 
-class _Link(NamedTuple):
-    """The last leg of a way through a stack: the legs before, where the residual was before it, its steps."""
-
-    back: _Link | None
-    residual: Digits | None
-    steps: tuple[Step, ...]
+Chain = tuple["Chain | None", Path]  # the last leg of a way through a stack, and the legs before it
 
 
 def stack(
-    boundary: Boundary,
-    mapping: Mapping,
-    kinds: Sequence[str],
-    options: Options,
-    start: State,
-    end: Literal["norm", "add"],
-) -> tuple[list[tuple[Step, ...]], list[Digits | None]]:
-    """The cheapest paths between all blocks of a stack, and where the residual is before each."""
-    stage = boundary.stage
-    attention = needs(stage, mapping, "attention", options)
-    legs: list[tuple[State, Digits, Literal["norm", "add"]]] = []
-    state = start
-    for kind in kinds:
-        block = needs(stage, mapping, kind, options)
-        legs += [(state, attention.takes, "norm"), (attention.leaves, block.takes, "norm")]
-        state = block.leaves
-    legs.append((state, attention.takes, end))
-    ways: dict[Digits | None, tuple[float, _Link | None]] = {None: (0.0, None)}
-    for i, (state, goal, middle) in enumerate(legs):
-        new: dict[Digits | None, tuple[float, _Link | None]] = {}
+    boundary: Boundary, blocks: Sequence[tuple[Block, Block]], start: State, goal: Digits, options: Options, end: Middle
+) -> list[Path]:
+    """The cheapest paths between all blocks of a stack, attention and MLP of every layer, and to the end."""
+    legs: list[tuple[Digits, Middle]] = [(block.takes, "norm") for pair in blocks for block in pair]
+    leaves = [start, *(block.leaves for pair in blocks for block in pair)]
+    ways: dict[Digits | None, tuple[float, Chain | None]] = {None: (0.0, None)}
+    for i, (state, (takes, middle)) in enumerate(zip(leaves, [*legs, (goal, end)], strict=True)):
+        new: dict[Digits | None, tuple[float, Chain | None]] = {}
         ride = options.defer_mlp_sum or i % 2 == 1 or i == 0
         for residual, (cost, back) in ways.items():
-            for left, (more, steps) in boundary.routes(state, goal, residual, middle, ride).items():
+            for left, (more, steps) in boundary.routes(state, takes, residual, middle, ride).items():
                 if left not in new or cost + more < new[left][0]:
-                    new[left] = (cost + more, _Link(back, residual, steps))
-        if not new:
-            raise InputError(f"no path from {stage.say(state.layout) or 'whole rows'} to {stage.say(goal)}")
+                    new[left] = (cost + more, (back, Path(state, residual, steps)))
         ways = new
-    _, link = min(ways.values(), key=lambda way: way[0])
-    links: list[_Link] = []
-    while link is not None:
-        links.append(link)
-        link = link.back
-    return [link.steps for link in reversed(links)], [link.residual for link in reversed(links)]
+    _, chain = min(ways.values(), key=lambda way: way[0])
+    paths: list[Path] = []
+    while chain is not None:
+        chain, path = chain
+        paths.append(path)
+    return paths[::-1]
 
 
 def plan(
@@ -307,57 +294,24 @@ def plan(
         stage = Stage.of(mapping, experts=False)
     boundary = Boundary(stage, batch, costs, mapping.gpus_per_node)
     attention = needs(stage, mapping, "attention", options)
+    blocks = [(attention, needs(stage, mapping, kind, options)) for kind in layers]
     start = State(attention.takes, attention.leaves.partial if options.input_scattered else NONE)
-    end: Literal["norm", "add"] = "norm" if last else "add"
+    end: Middle = "norm" if last else "add"
     if policy == "seed":
-        from spmd.boundary import seed
-
-        paths, residuals = seed.stack(boundary, mapping, layers, options, start, end)
+        from spmd.boundary.seed import stack as paths_of
     else:
-        paths, residuals = stack(boundary, mapping, layers, options, start, end)
-    return _cut(boundary, mapping, layers, options, policy, start, paths, residuals)
+        paths_of = stack
+    paths = paths_of(boundary, blocks, start, attention.takes, options, end)
+    # what comes before a norm finishes the block before it, but for a collective that the norm rides on
+    ends = [path.split(_finished(path.steps) if i else 0) for i, path in enumerate(paths[::2])]
+    made = [
+        LayerPlan(kind, before, middle, after)
+        for kind, (_, before), middle, (after, _) in zip(layers, ends, paths[1::2], ends[1:], strict=False)
+    ]
+    return Plan(stage, mapping, batch, policy, tuple(made), ends[-1][1], sum(map(boundary.total, paths)))
 
 
-def _cut(
-    boundary: Boundary,
-    mapping: Mapping,
-    kinds: Sequence[str],
-    options: Options,
-    policy: str,
-    start: State,
-    paths: Sequence[tuple[Step, ...]],
-    residuals: Sequence[Digits | None],
-) -> Plan:
-    """Paths between blocks as junctions of layers: what comes before a norm finishes the block before it, but for a
-    collective that the norm rides on."""
-    stage = boundary.stage
-    attention, cost = needs(stage, mapping, "attention", options), 0.0
-    halves = []
-    state = start
-    for j, path in enumerate(paths[::2]):
-        cost += boundary.total(path, state)
-        at = next(i for i, step in enumerate(path) if step.op in ("norm", "add", "fold"))
-        at = max(at - 1, 0) if path[at].rides else at
-        halves.append((path[:at], path[at:], state))
-        if j < len(kinds):
-            state = needs(stage, mapping, kinds[j], options).leaves
-    layers = []
-    for i, kind in enumerate(kinds):
-        middle = paths[2 * i + 1]
-        cost += boundary.total(middle, attention.leaves)
-        block = needs(stage, mapping, kind, options)
-        prefix, rest, state = halves[i]
-        after, _, _ = halves[i + 1]
-        if i == 0:
-            prefix, rest = (), prefix + rest
-        arrives = state
-        for step in prefix:
-            arrives = step.after(arrives)
-        output = block.leaves
-        for step in after:
-            output = step.after(output)
-        residual = residuals[2 * (i + 1)]
-        assert residual is not None
-        layers.append(LayerPlan(kind, arrives, attention.leaves, block.leaves, residual, output, rest, middle, after))
-    finish = halves[-1][1] if kinds else halves[-1][0] + halves[-1][1]
-    return Plan(stage, mapping, boundary.batch, policy, tuple(layers), finish, start, cost)
+def _finished(steps: Sequence[Step]) -> int:
+    """How many of the steps towards attention only finish the block before it."""
+    at = next(i for i, step in enumerate(steps) if not step.shifts)
+    return max(at - 1, 0) if steps[at].rides else at

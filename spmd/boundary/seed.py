@@ -8,40 +8,25 @@ if a rank owns its rows alone, else after the residual has been folded into the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from spmd.boundary.layout import State, Step
-from spmd.boundary.plan import Boundary, Options, needs
-from spmd.topology.mapping import Mapping
+from spmd.boundary.plan import Block, Boundary, Middle, Options, Path
 from spmd.topology.stage import Digits
 
 
 def stack(
-    boundary: Boundary,
-    mapping: Mapping,
-    kinds: Sequence[str],
-    options: Options,
-    start: State,
-    end: Literal["norm", "add"],
-) -> tuple[list[tuple[Step, ...]], list[Digits | None]]:
+    boundary: Boundary, blocks: Sequence[tuple[Block, Block]], start: State, goal: Digits, options: Options, end: Middle
+) -> list[Path]:
     """As `plan.stack`."""
-    stage = boundary.stage
-    attention = needs(stage, mapping, "attention", options)
-    home, state, residual = attention.takes, start, None
-    paths: list[tuple[Step, ...]] = []
-    residuals: list[Digits | None] = []
-    for kind in kinds:
-        block = needs(stage, mapping, kind, options)
-        scattered = options.dense_dp if kind == "dense" else options.a2a or mapping.dwdp_size > 1
-        residuals.append(residual)
-        first, residual = _to_attention(boundary, state, home, residual, "norm", options.defer_mlp_sum)
-        residuals.append(residual)
-        second, residual = _to_mlp(boundary, attention.leaves, block.takes, residual, scattered)
-        paths += [first, second]
-        state = block.leaves
-    residuals.append(residual)
-    paths.append(_to_attention(boundary, state, home, residual, end, options.defer_mlp_sum)[0])
-    return paths, residuals
+    paths: list[Path] = []
+    state, residual = start, None
+    for attention, block in blocks:
+        to_attention = _to_attention(boundary, state, goal, residual, "norm", options.defer_mlp_sum)
+        paths.append(Path(state, residual, to_attention))
+        _, residual = paths[-1].states()[-1]
+        paths.append(Path(attention.leaves, residual, _to_mlp(boundary, attention.leaves, block, residual)))
+        state, (_, residual) = block.leaves, paths[-1].states()[-1]
+    return [*paths, Path(state, residual, _to_attention(boundary, state, goal, residual, end, options.defer_mlp_sum))]
 
 
 def _with(op: str, layout: Digits, residual: Digits | None, rides: bool = False) -> Step:
@@ -51,16 +36,14 @@ def _with(op: str, layout: Digits, residual: Digits | None, rides: bool = False)
 
 
 def _to_attention(
-    boundary: Boundary, state: State, home: Digits, residual: Digits | None, middle: Literal["norm", "add"], ride: bool
-) -> tuple[tuple[Step, ...], Digits]:
+    boundary: Boundary, state: State, home: Digits, residual: Digits | None, middle: Middle, ride: bool
+) -> tuple[Step, ...]:
     """From a block's output: finish its sum, cut what is whole, norm, gather what is scattered."""
     steps: list[Step] = []
     layout, owed = state
-    if owed and home <= owed and owed == boundary.stage.every and home == boundary.stage.every:
-        steps.append(Step("reduce_scatter", owed))  # a rank owns its rows alone
-        layout = home
-    elif owed and layout:
-        steps.append(Step("reduce_scatter", owed))  # what experts by all-to-all leave
+    alone = owed == home == boundary.stage.every  # a rank owns its rows alone
+    if owed and (layout or alone):  # layout: what experts by all-to-all leave
+        steps.append(Step("reduce_scatter", owed))
         layout = layout | owed
     elif owed:
         steps.append(Step("all_reduce", owed))
@@ -68,34 +51,23 @@ def _to_attention(
         steps.append(Step("cut", cut=home - layout))
         layout = layout | home
     rides = ride and middle == "norm" and bool(steps) and steps[-1].moves
-    steps.append(_with(middle, layout, residual, rides))
-    if layout - home:
-        steps.append(Step("all_gather", gather=layout - home))
-    return tuple(steps), layout
+    return (*steps, _with(middle, layout, residual, rides), *_regroup(layout, home))
 
 
-def _to_mlp(
-    boundary: Boundary, state: State, goal: Digits, residual: Digits | None, scattered: bool
-) -> tuple[tuple[Step, ...], Digits]:
+def _to_mlp(boundary: Boundary, state: State, block: Block, residual: Digits | None) -> tuple[Step, ...]:
     """From attention's output, whose sum is owed over attn_tp."""
-    home, owed = state
-    if scattered:  # on 1/attn_tp of the rows
-        layout = home | owed
+    (home, owed), goal = state, block.takes
+    if block.scattered:  # on 1/attn_tp of the rows
         first = (Step("reduce_scatter", owed),) if owed else ()
-        norm = _with("norm", layout, residual, bool(owed))
-        rest = (Step("all_gather", gather=layout - goal),) if layout - goal else ()
-        return (*first, norm, *rest), layout
+        return (*first, _with("norm", home | owed, residual, bool(owed)), *_regroup(home | owed, goal))
     if home <= goal and owed <= boundary.stage.every - goal:  # nothing to gather
         first = (Step("all_reduce", owed),) if owed else ()
-        norm = _with("norm", home, residual, bool(owed))
-        rest = (Step("cut", cut=goal - home),) if goal - home else ()
-        return (*first, norm, *rest), home
+        return (*first, _with("norm", home, residual, bool(owed)), *_regroup(home, goal))
     if not owed:
-        norm = _with("norm", home, residual)
-        return (norm, *_regroup(home, goal)), home
+        return (_with("norm", home, residual), *_regroup(home, goal))
     fold = _with("fold", home, residual)
     whole = Step("exchange", owed, gather=home - goal, cut=goal - home)
-    return (fold, whole, Step("norm", keep=home - goal, rides=True)), home | goal
+    return (fold, whole, Step("norm", keep=home - goal, rides=True))
 
 
 def _regroup(layout: Digits, goal: Digits) -> tuple[Step, ...]:

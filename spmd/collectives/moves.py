@@ -7,18 +7,23 @@ from typing import Any
 
 import torch
 
-from spmd.collectives import library
+from spmd.collectives import library, overlap
 from spmd.collectives.allreduce import AllReduce
 from spmd.collectives.arguments import NAMES, describe, refuse
 from spmd.collectives.cpu import Route
 from spmd.collectives.epilogue import ResidualNorm
+from spmd.collectives.fusion import AllReduceFusionOp
+from spmd.collectives.overlap import Partial, made
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.control.record import OPS
 from spmd.memory.workspace import Workspace
 from spmd.topology.mapping import Mapping
 from spmd.topology.rows import pieces_of, rows_held
-from spmd.topology.stage import Digits, Stage
+from spmd.topology.stage import NONE, Digits, Stage
+
+Junction = Callable[[Any, Any], tuple[Any, Any]]  # (x, residual) -> (x, residual)
+Move = Callable[[Any, Any], Any]  # (x, residual) -> rows, or with a norm at its end (norm, sum)
 
 
 class RowMoves:
@@ -69,6 +74,8 @@ class RowMoves:
 
     def kept(self, rows: tuple[int, ...], held: Digits, cut: Digits) -> Callable[[torch.Tensor], torch.Tensor]:
         """A cut: the part of a rank's own rows that it keeps."""
+        if not cut:
+            return lambda x: x
         axes: dict[str, Digits] = {"held": held, "cut": cut}
         pieces = pieces_of(self.radix, self.me, rows, blocks=self.radix, **axes)
         spans = [(piece.start, piece.start + piece.rows) for piece in pieces]
@@ -77,16 +84,14 @@ class RowMoves:
             return lambda x: x[first:end]
         return lambda x: torch.cat([x[first:end] for first, end in spans])
 
-    def moved(
-        self, op: str, group: Group, route: Route, summed: bool, tail: ResidualNorm | None
-    ) -> Callable[[torch.Tensor, torch.Tensor | None], Any]:
+    def moved(self, op: str, group: Group, route: Route, summed: bool, tail: ResidualNorm | None) -> Move:
         """(x, residual) -> the rows that a step brings here, or with a tail (their norm, their sum)."""
         workspace = Workspace.of(group)
         if workspace is None or self.hidden * self.dtype.itemsize > workspace.plane.slot_bytes:
             return _by_library(group, route, tail)
         number, hidden, dtype = OPS.index(op), self.hidden, self.dtype
         if tail is None:
-            move = lambda x, residual: route.run(number, workspace, x, None, summed)  # noqa: E731
+            move: Move = lambda x, residual: route.run(number, workspace, x, None, summed)  # noqa: E731
         else:
             exchange_rows = workspace.plane.exchange_rows
 
@@ -103,7 +108,8 @@ class RowMoves:
 
         before, after = torch.Size((route.rows, hidden)), torch.Size((route.rows_out, hidden))
 
-        def checked(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        def checked(x: torch.Tensor | Partial, residual: torch.Tensor | None) -> Any:
+            x = made(x)
             for given, shape in ((x, before), (residual, after)):
                 if given is not None and (given.shape != shape or given.dtype != dtype):
                     refuse(op, group, f"{describe(given)} where the plan has {NAMES[dtype]}{[*shape]}")
@@ -113,14 +119,90 @@ class RowMoves:
 
         return checked
 
+    def summed(self, rows: tuple[int, ...], held: Digits, over: Digits, tail: ResidualNorm | None, adds: bool) -> Move:
+        """The sum over whole groups: products go to memory that peers read, long ones while they are still made.
 
-def _by_library(group: Group, route: Route, tail: ResidualNorm | None) -> Any:
+        adds: whether there is a residual to add before the tail's norm."""
+        all_reduce, dtype = self.all_reduce(over), self.dtype
+        shape = (self.rows_here(rows, held), self.hidden)
+        params = tail.params() if tail is not None and adds else None
+        parts = overlap.worth(shape[0])
+
+        def total(x: torch.Tensor | Partial) -> Any:
+            if isinstance(x, Partial):
+                if parts:
+                    done = overlap.product_and_sum(x.product, x.input, x.width, all_reduce, params)
+                    if done is not None:
+                        return done
+                x = x.into(all_reduce.lend(shape, dtype))
+            return all_reduce(x, params)
+
+        if tail is None:
+            return lambda x, residual: total(x)
+        if params is None:
+            return lambda x, residual: tail(total(x))
+
+        def fused(x: torch.Tensor | Partial, residual: torch.Tensor) -> Any:
+            params.residual = residual
+            return total(x)
+
+        return fused
+
+    def bring(self, rows: tuple[int, ...], held: Digits | None, gather: Digits, cut: Digits) -> Callable[[Any], Any]:
+        """A residual to where it is needed; held: its layout, None where there is none."""
+        if held is None or not gather:
+            return self.kept(rows, held or NONE, cut if held is not None else NONE)
+        group, route = self.route(rows, held, NONE, gather, cut)
+        move = self.moved("all_gather", group, route, False, None)
+        return lambda residual: move(residual, None)
+
+    def fold(self, owed: Digits, bring: Callable[[Any], Any], joins: bool) -> Junction:
+        """Adds the residual to the part of the rank that is first of those who owe a sum; joins: bringing it moves."""
+        if all(self.radix.coordinate(self.me, digit) == 0 for digit in owed):
+            return lambda x, residual: (made(x) + bring(residual), None)
+        if not joins:
+            return lambda x, residual: (x, None)
+
+        def joined(x: Any, residual: torch.Tensor) -> tuple[Any, Any]:
+            bring(residual)  # the others read mine
+            return x, None
+
+        return joined
+
+    def tune(self, sums: Sequence[tuple[Digits, int]]) -> float:
+        """Time the ways to make these sums, (over, rows), in an order that all ranks share. Returns the seconds."""
+        calls: dict[Digits, dict[tuple[tuple[int, int], torch.dtype, AllReduceFusionOp, bool], None]] = {}
+        for over, rows in sorted(sums, key=lambda one: -one[1]):
+            if over not in calls and self.group(over).size > 1:  # the largest: none grows in a forward
+                self.all_reduce(over).lend((rows, self.hidden), self.dtype)
+            calls.setdefault(over, {})
+            if not overlap.worth(rows):
+                calls[over][(rows, self.hidden), self.dtype, AllReduceFusionOp.RESIDUAL_RMS_NORM, True] = None
+        return sum(self.all_reduce(over).tune(calls[over]) for over in sorted(calls, key=sorted))
+
+
+def norm(tail: ResidualNorm | None, bring: Callable[[Any], Any], keep: Callable[[Any], Any]) -> Junction:
+    """The residual, brought here, is added and the sum normalised; keep: what stays of it. tail None: only the sum."""
+
+    def step(x: torch.Tensor | Partial, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = made(x), bring(residual)
+        if tail is None:
+            total = x if residual is None else x + residual
+            return total, total
+        normed, total = tail(x, residual)
+        return normed, keep(total)
+
+    return step
+
+
+def _by_library(group: Group, route: Route, tail: ResidualNorm | None) -> Move:
     """Between hosts, and for rows longer than a slot: all rows by the library, and then those that are needed."""
     sizes = group.allgather_int64([route.rows])[:, 0].tolist()
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
 
-    def move(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-        everyone = library.all_gather(x.contiguous(), group, dim=0, sizes=sizes)
+    def move(x: torch.Tensor | Partial, residual: torch.Tensor | None) -> Any:
+        x = made(x)
+        everyone = library.all_gather(x, group, dim=0, sizes=sizes)
         parts = []
         for piece in route.pieces:
             owed = [everyone[starts[s] + piece.start :][: piece.rows] for s in piece.sources]

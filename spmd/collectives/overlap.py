@@ -21,6 +21,26 @@ ROWS = 64  # of a part
 _MIN_PARTS = 2
 
 
+class Partial:
+    """This rank's part of a sum that is still owed, as a value: the product that makes it and its input.
+
+    `into(out)` makes it, in memory that the sum is then read from. width: of a row.
+    """
+
+    __slots__ = ("input", "product", "width")
+
+    def __init__(self, product: Callable[..., torch.Tensor], input: torch.Tensor, width: int) -> None:
+        self.product, self.input, self.width = product, input, width
+
+    def into(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.product(self.input, out=out)
+
+
+def made(x: torch.Tensor | Partial) -> torch.Tensor:
+    """The rows themselves, one after the other in memory: kernels take their address."""
+    return (x.into() if isinstance(x, Partial) else x).contiguous()
+
+
 def enabled() -> bool:
     """SPMD_GEMM_ALLREDUCE_OVERLAP=0 turns it off."""
     return os.environ.get("SPMD_GEMM_ALLREDUCE_OVERLAP", "1") == "1"

@@ -10,9 +10,10 @@ from typing import Literal
 
 import torch
 
-from spmd.boundary.communicator import Partial, StageCommunicator
+from spmd.boundary.communicator import StageCommunicator
 from spmd.boundary.plan import Options
 from spmd.collectives import gather
+from spmd.collectives.overlap import Partial
 from spmd.control.distributed import Distributed
 from spmd.memory.workspace import Workspace
 from spmd.models.config import ModelConfig

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from spmd.boundary.communicator import Partial
+from spmd.collectives.overlap import Partial
 from spmd.errors import InputError
 from spmd.nn.linear import Linear, Source, TensorParallelMode
 from spmd.nn.norm import RMSNorm

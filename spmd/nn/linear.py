@@ -12,10 +12,10 @@ from typing import Any, Protocol, cast
 import torch
 import torch.nn.functional as F
 
-from spmd.boundary.communicator import Partial
 from spmd.collectives import gather, overlap
 from spmd.collectives.allreduce import AllReduce
 from spmd.collectives.epilogue import AllReduceParams
+from spmd.collectives.overlap import Partial
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.errors import InputError

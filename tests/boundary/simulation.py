@@ -65,9 +65,10 @@ class Simulation:
             out.append(np.concatenate(made) if made else np.zeros((0, WIDTH), np.int64))
         return out
 
-    def run_steps(self, steps, data, state, residual, where):
+    def run_path(self, path, data, state, residual, where):
         """where: the residual's layout, None before there is one, "folded"."""
-        for step in steps:
+        assert (path.state, path.where) == (state, where if isinstance(where, frozenset) else None)
+        for step in path.steps:
             if step.op not in ("fold", "norm", "add"):
                 cut = step.over if step.op == "reduce_scatter" else step.cut
                 assert step.over <= state.partial and step.gather <= state.layout
@@ -102,12 +103,12 @@ class Simulation:
         x = self.rng.integers(0, 100, (self.total, WIDTH))
         true, data, state, residual, where = np.zeros_like(x), self.give(x, plan.start), plan.start, None, None
         for index, layer in enumerate(plan.layers):
-            for name, steps in layer.junctions.items():
+            for name, path in layer.junctions.items():
                 if name == "prepare_attn" and index:
-                    assert state == plan.layers[index - 1].layer_output
-                data, state, residual, where = self.run_steps(steps, data, state, residual, where)
+                    assert state == plan.layers[index - 1].states.layer_output
+                data, state, residual, where = self.run_path(path, data, state, residual, where)
                 if name == "postprocess":
-                    assert state == layer.layer_output
+                    assert state == layer.states.layer_output
                     continue
                 block = attention if name == "prepare_attn" else needs(stage, mapping, layer.kind, self.options)
                 true = true + x
@@ -116,13 +117,13 @@ class Simulation:
                 self.expect(x, data, block.takes)
                 self.expect(true, residual, where)
                 if name == "prepare_mlp":
-                    assert where == layer.middle_residual
+                    assert where == layer.states.middle_residual
                 x = (x * (3 + index) + np.arange(self.total)[:, None]) % MODULUS
                 state = block.leaves
                 data = self.give(x, state)
-        data, state, residual, where = self.run_steps(plan.finish, data, state, residual, where)
+        data, state, residual, where = self.run_path(plan.finish, data, state, residual, where)
         true = true + x
-        last = plan.finish[-1].op != "add" and any(step.op == "norm" for step in plan.finish)
+        last = any(step.op == "norm" for step in plan.finish.steps)
         assert state == (attention.takes, NONE)
         self.expect(norm(true) if last else true, data, attention.takes)
 

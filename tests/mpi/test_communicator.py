@@ -149,7 +149,7 @@ def test_a_long_prefill_is_seen_to_keep_the_residual_cut():
     world = mpi.world()
     mapping = Mapping(4, world.rank, tp_size=4)
     communicator = stage(mapping, ["dense"])
-    assert {layer.middle_residual for layer in communicator.plan_for(1).layers} == {frozenset()}
+    assert {layer.states.middle_residual for layer in communicator.plan_for(1).layers} == {frozenset()}
     assert traced(mapping, "cost", (16384,), 2) == [("reduce_scatter", "tp"), ("all_gather", "tp")] * 4
 
 
