@@ -27,6 +27,9 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--a2a", action="store_true", help="experts get their rows by dispatch and combine")
     parser.add_argument("--dense-dp", action="store_true", help="dense MLPs are whole on every rank")
     parser.add_argument("--defer-mlp-sum", choices=("on", "off"), default="on", help="an MLP's sum, to the next norm")
+    parser.add_argument(
+        "--padding", choices=("none", "auto", "max_len", "sum_len"), default="none", help="of uneven rows that move"
+    )
     parser.add_argument("--input-scattered", action="store_true", help="the embedding's sum is finished by the plan")
 
 

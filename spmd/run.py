@@ -65,6 +65,11 @@ def options() -> job.Options:
     add("--json", metavar="OUT", help="write what was made and measured")
     add("--trace", metavar="OUT", help="write every collective and send as a Perfetto timeline")
     add("--info", action="store_true", help="show model, layout and parts per rank, and stop")
+    add(
+        "--costs",
+        metavar="FILE",
+        help="of the plan's steps, as JSON; or `measure`: between these ranks, before the run",
+    )
     add("--plan", action="store_true", help="show what the layers communicate, and stop")
     return parser
 
@@ -174,6 +179,7 @@ class Job:
         """Layout, model, weights, prompts. Collective; an InputError of any rank is raised on all."""
         import torch
 
+        from spmd.collectives import costs
         from spmd.control.distributed import Distributed
         from spmd.control.pipeline import init_pp_comm
         from spmd.models import config, tokenizer, weights
@@ -194,6 +200,12 @@ class Job:
         self.dist = Distributed.get(self.mapping)
         if "OMP_NUM_THREADS" not in os.environ:  # ranks share the cores of a host
             torch.set_num_threads(self.dist.cores_per_rank)
+        self.costs = None
+        if args.costs == "measure":
+            self.costs = costs.measure(self.dist.group("tp_cp"))
+        elif args.costs:
+            with job.together(self.comm):
+                self.costs = costs.read(args.costs)
         with job.together(self.comm):
             self.dtype = getattr(torch, args.dtype)
             with torch.inference_mode():
@@ -215,7 +227,7 @@ class Job:
     def build(self, mapping: Mapping) -> Decoder:
         from spmd.models.decoder import Decoder
 
-        decoder = Decoder(self.config, mapping, self.dtype, spmd_plan.choices(self.args), self.args.policy)
+        decoder = Decoder(self.config, mapping, self.dtype, spmd_plan.choices(self.args), self.args.policy, self.costs)
         if self.checkpoint is None:
             decoder.randomise()
         else:

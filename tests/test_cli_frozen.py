@@ -16,6 +16,7 @@ OPTIONS = {
     "--a2a": False,
     "--dense-dp": False,
     "--defer-mlp-sum": "on",
+    "--padding": "none",
     "--input-scattered": False,
     "--pp-partition": None,
     "--prompt": None,
@@ -32,6 +33,7 @@ OPTIONS = {
     "--json": None,
     "--trace": None,
     "--info": False,
+    "--costs": None,
     "--plan": False,
 }
 

@@ -25,7 +25,7 @@ from spmd.boundary.layout import State, Step
 from spmd.boundary.plan import Batch, LayerPlan, Options, Path, Plan, plan
 from spmd.collectives.costs import Costs
 from spmd.collectives.epilogue import ResidualNorm
-from spmd.collectives.moves import Junction, RowMoves, norm
+from spmd.collectives.moves import Junction, Padding, RowMoves, norm
 from spmd.collectives.overlap import made
 from spmd.control.distributed import Distributed
 from spmd.memory.workspace import Workspace
@@ -149,7 +149,7 @@ class StageCommunicator:
         policy: Literal["cost", "seed"] = "cost",
         costs: Costs | None = None,
     ) -> None:
-        self.mapping, self.norms = mapping, list(norms)
+        self.mapping, self.norms, self.padding = mapping, list(norms), Padding((options or Options()).padding)
         last = len(norms) % 2 == 1
         found: dict[tuple[object, ...], Plan] = {}
         self.plans: Dict[int, Plan] = {}
@@ -162,7 +162,7 @@ class StageCommunicator:
         for digits in sorted(groups, key=sorted):
             Workspace.of(self.binder.group(digits))
         self._control = Distributed.get(mapping).group("attn_dp") if mapping.attn_dp_size > 1 else None
-        self._bound: dict[tuple[int, ...], Bound] = {}
+        self._bound: dict[tuple[tuple[int, ...], Padding], Bound] = {}
 
     def agree(self, *numbers: int) -> tuple[tuple[int, ...], ...]:
         """What every attention group has of each number, from this rank's; on the control plane, once a step."""
@@ -174,14 +174,14 @@ class StageCommunicator:
         """The plan of a batch of so many rows in all groups together."""
         return self.plans[next((size for size in CLASSES if rows <= size), CLASSES[-1])]
 
-    def begin(self, counts: tuple[int, ...]) -> Bound:
+    def begin(self, counts: tuple[int, ...], decode: bool = False) -> Bound:
         """The junctions for these rows of the attention groups; kept for the next step with the same."""
-        bound = self._bound.get(counts)
-        if bound is None:
+        key = counts, self.padding.of(counts, decode)
+        if key not in self._bound:
             if len(self._bound) >= 64:  # prompts of many lengths
                 self._bound.clear()
-            bound = self._bound[counts] = self._bind(counts)
-        return bound
+            self._bound[key] = self._bind(*key)
+        return self._bound[key]
 
     def tune(self, steps: Sequence[tuple[int, ...]]) -> float:
         """Time the ways in which the all-reduces of such steps, by the rows of the attention groups, can be done: in a
@@ -194,8 +194,8 @@ class StageCommunicator:
         }
         return self.binder.tune(list(sums))
 
-    def _bind(self, counts: tuple[int, ...]) -> Bound:
-        chosen, binder = self.plan_for(sum(counts)), self.binder
+    def _bind(self, counts: tuple[int, ...], padding: Padding) -> Bound:
+        chosen, binder = self.plan_for(sum(counts)), self.binder.padded(padding)
         rows, pairs = binder.rows_of(counts), zip(self.norms[::2], self.norms[1::2], strict=False)
         layers = [LayerCommunicator(binder, *layer, rows) for layer in zip(chosen.layers, pairs, strict=True)]
         tail = self.norms[-1] if len(self.norms) % 2 else None

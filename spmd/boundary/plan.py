@@ -38,12 +38,14 @@ class Batch:
 class Options:
     """What is fixed beforehand. a2a: experts get their rows by dispatch and combine; dense_dp: dense MLPs are whole on
     every rank, which feeds it its own rows; defer_mlp_sum: the sum that an MLP leaves may be finished together with the
-    next norm; input_scattered: the embedding's sum too is still owed; attention gathers its own input then."""
+    next norm; input_scattered: the embedding's sum too is still owed; attention gathers its own input then; padding: of
+    rows that move (`collectives.moves.Padding`)."""
 
     a2a: bool = False
     dense_dp: bool = False
     defer_mlp_sum: bool = True
     input_scattered: bool = False
+    padding: str = "none"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from copy import copy
+from enum import StrEnum
+from typing import Any, Self
 
 import torch
 
@@ -26,6 +28,26 @@ Junction = Callable[[Any, Any], tuple[Any, Any]]  # (x, residual) -> (x, residua
 Move = Callable[[Any, Any], Any]  # (x, residual) -> rows, or with a norm at its end (norm, sum)
 
 
+class Padding(StrEnum):
+    """How rows move where a backend only knows fixed shapes. Blocks never see a row of padding.
+
+    MAX_LEN: all ranks send as many as the one with the most; SUM_LEN: each puts its own into zeros of the size of all,
+    and those are summed; NONE: as many as there are; AUTO: MAX_LEN at decode unless it more than doubles the rows, else
+    SUM_LEN. The names and the rule are SGLang's.
+    """
+
+    NONE = "none"
+    AUTO = "auto"
+    MAX_LEN = "max_len"
+    SUM_LEN = "sum_len"
+
+    def of(self, counts: Sequence[int], decode: bool) -> Padding:
+        """The way for these rows of the attention groups, the same on all ranks."""
+        if self != Padding.AUTO:
+            return self
+        return Padding.MAX_LEN if decode and 2 * sum(counts) >= max(counts) * len(counts) else Padding.SUM_LEN
+
+
 class RowMoves:
     """Moves of rows between the ranks of one stage, by digits: over which a sum is owed, along which rows are gathered
     or cut. rows: of the finest blocks, which all digits number (`rows_of`); ranks hold theirs in that order."""
@@ -36,6 +58,13 @@ class RowMoves:
         self.me = mapping.rank - self.pp_start
         self._groups: dict[Digits, Group] = {}
         self._all_reduces: dict[Digits, AllReduce] = {}
+        self.padding = Padding.NONE
+
+    def padded(self, padding: Padding) -> Self:
+        """The same moves in another form."""
+        made = copy(self)  # they share their groups
+        made.padding = padding
+        return made
 
     def group(self, digits: Digits) -> Group:
         """The ranks that differ along these digits only."""
@@ -87,8 +116,9 @@ class RowMoves:
     def moved(self, op: str, group: Group, route: Route, summed: bool, tail: ResidualNorm | None) -> Move:
         """(x, residual) -> the rows that a step brings here, or with a tail (their norm, their sum)."""
         workspace = Workspace.of(group)
-        if workspace is None or self.hidden * self.dtype.itemsize > workspace.plane.slot_bytes:
-            return _by_library(group, route, tail)
+        fits = workspace is not None and self.hidden * self.dtype.itemsize <= workspace.plane.slot_bytes
+        if workspace is None or not fits or self.padding != Padding.NONE:
+            return _by_library(group, route, tail, self.padding)
         number, hidden, dtype = OPS.index(op), self.hidden, self.dtype
         if tail is None:
             move: Move = lambda x, residual: route.run(number, workspace, x, None, summed)  # noqa: E731
@@ -195,17 +225,27 @@ def norm(tail: ResidualNorm | None, bring: Callable[[Any], Any], keep: Callable[
     return step
 
 
-def _by_library(group: Group, route: Route, tail: ResidualNorm | None) -> Move:
-    """Between hosts, and for rows longer than a slot: all rows by the library, and then those that are needed."""
+def _by_library(group: Group, route: Route, tail: ResidualNorm | None, padding: Padding) -> Move:
+    """Between hosts, for rows longer than a slot, and with padding: all rows by the library, and then those needed."""
     sizes = group.allgather_int64([route.rows])[:, 0].tolist()
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    room = [max(sizes)] * len(sizes) if padding == Padding.MAX_LEN else sizes
+    starts = [sum(room[:index]) for index in range(len(room))]
+
+    def everyone(x: torch.Tensor) -> torch.Tensor:
+        if padding == Padding.SUM_LEN:
+            spread = x.new_zeros(sum(room), *x.shape[1:])
+            spread[starts[group.rank] :][: len(x)] = x
+            return library.all_reduce(spread, group)
+        if len(x) < room[group.rank]:
+            poison = float("nan") if group.checked else 0.0
+            x = torch.cat([x, x.new_full((room[group.rank] - len(x), *x.shape[1:]), poison)])
+        return library.all_gather(x, group, dim=0, sizes=room)
 
     def move(x: torch.Tensor | Partial, residual: torch.Tensor | None) -> Any:
         x = made(x)
-        everyone = library.all_gather(x, group, dim=0, sizes=sizes)
-        parts = []
+        published, parts = everyone(x), []
         for piece in route.pieces:
-            owed = [everyone[starts[s] + piece.start :][: piece.rows] for s in piece.sources]
+            owed = [published[starts[s] + piece.start :][: piece.rows] for s in piece.sources]
             parts.append(owed[0] if len(owed) == 1 else torch.stack(owed).float().sum(0).to(x.dtype))
         out = torch.cat(parts) if parts else x[:0]
         return out if tail is None else tail(out, residual)

@@ -13,6 +13,7 @@ import torch
 from spmd.boundary.communicator import StageCommunicator
 from spmd.boundary.plan import Options
 from spmd.collectives import gather
+from spmd.collectives.costs import Costs
 from spmd.collectives.overlap import Partial
 from spmd.control.distributed import Distributed
 from spmd.memory.workspace import Workspace
@@ -68,7 +69,7 @@ class Decoder:
     last token (fp32, on every rank of the attention group), the others hidden states [T, hidden]. Under attention DP
     the tokens are those of this rank's group, also none, and all groups call together.
 
-    options, policy: of the boundary plan. The groups are made at first use of `communicator`, by all ranks together.
+    options, policy, costs: of the boundary plan. The groups are made at first use of `communicator`, by all together.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class Decoder:
         dtype: torch.dtype,
         options: Options | None = None,
         policy: Literal["cost", "seed"] = "cost",
+        costs: Costs | None = None,
     ) -> None:
         self.config, self.mapping, self.dtype = config, mapping, dtype
         self.first, self.last = mapping.is_first_pp_rank(), mapping.is_last_pp_rank()
-        self.options, self.policy = options or Options(), policy
+        self.options, self.policy, self.costs = options or Options(), policy, costs
         stage = mapping.pp_layers(config.num_layers)
         self.layers = [Layer(config, index, mapping, dtype, self.options) for index in stage]
         self.rotary = Rotary(config.rope)
@@ -106,7 +108,7 @@ class Decoder:
         options = self.options if self.first else replace(self.options, input_scattered=False)
         kinds = [layer.kind for layer in self.layers]
         hidden = self.config.hidden
-        return StageCommunicator(self.mapping, kinds, norms, hidden, self.dtype, options, self.policy)
+        return StageCommunicator(self.mapping, kinds, norms, hidden, self.dtype, options, self.policy, self.costs)
 
     def tune(self, rows: Sequence[int]) -> float:
         """Time the ways in which the all-reduces of forwards with so many rows can be done: a warm-up step, collective
@@ -133,7 +135,7 @@ class Decoder:
         """hidden: is given, for every layer of this stage, a copy of the hidden states that entered it."""
         communicator = self.communicator
         counts, sequences = communicator.agree(len(x), len(chunks))
-        step = communicator.begin(counts)
+        step = communicator.begin(counts, decode=counts == sequences)
         positions = [torch.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks]
         rotation = self.rotary.at(positions[0] if len(positions) == 1 else torch.cat([torch.arange(0), *positions]))
         if self.first:

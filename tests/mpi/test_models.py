@@ -106,6 +106,19 @@ def test_options_of_a_plan_change_no_result(variant, policy, shared):
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("padding", ["max_len", "sum_len", "auto"])
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_padding_is_never_seen(padding, policy, batch, monkeypatch):
+    """A checked run fills it with NaN; groups are uneven, and but for one idle with a batch of 1."""
+    monkeypatch.setenv("SPMD_CHECK", "1")
+    size = mpi.world().size
+    layout = {"attn_dp_size": 2, "moe_ep_size": size}
+    compare("qwen3_moe", size, 1, batch, options=Options(padding=padding), policy=policy, **layout)
+    Distributed.get(Mapping(size, mpi.world().rank, tp_size=size, **layout)).close()
+
+
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("name", ["llama", "smollm2"])  # with and without a table of its own
 def test_a_head_over_all_ranks_under_attention_dp(name):
     size = mpi.world().size
