@@ -3,7 +3,7 @@ at the end of an expert layer (`MoEAllReduce`): weigh and add this rank's expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from spmd.collectives.arguments import describe, refuse
 from spmd.collectives.cpu import DTYPES
 from spmd.collectives.epilogue import AllReduceParams
 from spmd.collectives.fusion import AllReduceFusionOp
+from spmd.collectives.overlap import Partial
 from spmd.memory.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class MoEAllReduceParams(AllReduceParams):
     expanded_idx_to_permuted_idx: torch.Tensor | None = None
     shared_expert_output: torch.Tensor | None = None
     is_cutlass_min_latency: bool = True
+    _tail: tuple[tuple[object, ...], AllReduceParams] | None = field(default=None, repr=False, compare=False)
 
     def is_valid(self) -> bool:
         """Whether the tensors that the form needs are there."""
@@ -68,54 +70,83 @@ class MoEAllReduce(AllReduce):
             refuse("moe_all_reduce", self.group, f"{form} needs {needs}")
         if p.bias is not None:
             refuse("moe_all_reduce", self.group, "a bias has no place here: add it to shared_expert_output")
-        partial = self._min_latency(x, p) if p.is_cutlass_min_latency else self._finalise(x, p)
-        if p.shared_expert_output is not None:
-            if p.shared_expert_output.shape != partial.shape:
-                shared = describe(p.shared_expert_output)
-                refuse("moe_all_reduce", self.group, f"shared_expert_output is {shared}, but needs {[*partial.shape]}")
-            partial += p.shared_expert_output.float()
-        tail = AllReduceParams(
-            strategy=p.strategy,
-            fusion_op=AllReduceFusionOp.MOE_FINALIZE_ALLREDUCE_RESIDUAL_RMS_NORM,
-            residual=p.residual,
-            norm_weight=p.norm_weight,
-            eps=p.eps,
-            enable_allreduce=p.enable_allreduce,
-            norm_weight_offset=p.norm_weight_offset,
-        )
-        return super()._call(partial.to(x.dtype), tail, out=out)
+        self._check_form(x, p)
+        total, shared = add_experts(x, p), p.shared_expert_output
+        if shared is not None and shared.shape != total.shape:
+            refuse(
+                "moe_all_reduce", self.group, f"shared_expert_output is {describe(shared)}, but needs {[*total.shape]}"
+            )
+        lent = self.lend((len(total), x.shape[-1]), x.dtype)
+        partial = finished(total, shared, x.dtype, lent)
+        fixed = (p.strategy, p.eps, p.enable_allreduce, p.norm_weight_offset)
+        if p._tail is None or p._tail[0] != fixed or p._tail[1].norm_weight is not p.norm_weight:
+            op = AllReduceFusionOp.MOE_FINALIZE_ALLREDUCE_RESIDUAL_RMS_NORM
+            tail = AllReduceParams(p.strategy, op, norm_weight=p.norm_weight, eps=p.eps)
+            tail.enable_allreduce, tail.norm_weight_offset = p.enable_allreduce, p.norm_weight_offset
+            p._tail = fixed, tail
+        p._tail[1].residual = p.residual
+        return super()._call(partial, p._tail[1], out=out)
 
-    def _min_latency(self, x: torch.Tensor, p: MoEAllReduceParams) -> torch.Tensor:
-        count, scale = int(p.device_num_experts), p.expert_scale_factor  # type: ignore[arg-type]
-        assert scale is not None
-        if x.dim() != 3 or not 0 <= count <= len(x) or scale.dim() != 2 or len(scale) < count:
-            given = f"experts {describe(x)}, {count} of them active, scales {describe(scale)}"
-            refuse("moe_all_reduce", self.group, f"{given}: needs [experts, T, H] and [experts, T]")
-        if scale.shape[1] != x.shape[1]:
-            refuse("moe_all_reduce", self.group, f"scales {describe(scale)} for {x.shape[1]} tokens")
-        total = torch.zeros(x.shape[1:], dtype=torch.float32)
-        for expert in range(count):
-            total += x[expert].float() * scale[expert].unsqueeze(1)
-        return total
-
-    def _finalise(self, x: torch.Tensor, p: MoEAllReduceParams) -> torch.Tensor:
-        index, scale = p.expanded_idx_to_permuted_idx, p.expert_scale_factor
+    def _check_form(self, x: torch.Tensor, p: MoEAllReduceParams) -> None:
+        scale, index = p.expert_scale_factor, p.expanded_idx_to_permuted_idx
+        if p.is_cutlass_min_latency:
+            count = int(p.device_num_experts)  # type: ignore[arg-type]
+            assert scale is not None
+            if x.dim() != 3 or not 0 <= count <= len(x) or scale.dim() != 2 or len(scale) < count:
+                given = f"experts {describe(x)}, {count} of them active, scales {describe(scale)}"
+                refuse("moe_all_reduce", self.group, f"{given}: needs [experts, T, H] and [experts, T]")
+            if scale.shape[1] != x.shape[1]:
+                refuse("moe_all_reduce", self.group, f"scales {describe(scale)} for {x.shape[1]} tokens")
+            return
         assert index is not None
         if x.dim() != 2 or index.dim() != 2 or (scale is not None and scale.shape != index.shape):
-            shapes = f"rows {describe(x)}, index {describe(index)}" + (
-                f", scales {describe(scale)}" if scale is not None else ""
-            )
-            refuse("moe_all_reduce", self.group, f"{shapes}: needs [P, H], [T, k] and [T, k]")
+            scales = f", scales {describe(scale)}" if scale is not None else ""
+            given = f"rows {describe(x)}, index {describe(index)}{scales}"
+            refuse("moe_all_reduce", self.group, f"{given}: needs [P, H], [T, k] and [T, k]")
         if index.is_floating_point() or index.dtype == torch.bool:
             refuse("moe_all_reduce", self.group, f"the index is {describe(index)}: it needs integers")
         if index.numel() and not -1 <= int(index.min()) <= int(index.max()) < len(x):
             refuse("moe_all_reduce", self.group, f"an index outside -1 ... {len(x) - 1}")
-        total = torch.zeros(len(index), x.shape[1])
-        for k in range(index.shape[1]):
-            here = (index[:, k] >= 0).nonzero().squeeze(1)  # rows of others are not read: they may hold anything
-            rows = x[index[here, k].long()].float()
-            total[here] += rows if scale is None else rows * scale[here, k].unsqueeze(1)
+
+
+def add_experts(x: torch.Tensor, p: MoEAllReduceParams) -> torch.Tensor:
+    """The weighted sum of a rank's own experts [T, H] in fp32: x and p as `MoEAllReduce` takes them."""
+    index, scale = p.expanded_idx_to_permuted_idx, p.expert_scale_factor
+    if p.is_cutlass_min_latency:
+        assert scale is not None
+        total = torch.zeros(x.shape[1:], dtype=torch.float32)
+        for expert in range(int(p.device_num_experts)):  # type: ignore[arg-type]
+            total += x[expert].float() * scale[expert].unsqueeze(1)
         return total
+    assert index is not None
+    total = torch.zeros(len(index), x.shape[1])
+    for k in range(index.shape[1]):
+        here = (index[:, k] >= 0).nonzero().squeeze(1)  # rows of others are not read: they may hold anything
+        rows = x[index[here, k].long()].float()
+        total[here] += rows if scale is None else rows * scale[here, k].unsqueeze(1)
+    return total
+
+
+def finished(
+    total: torch.Tensor, shared: torch.Tensor | None, dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor:
+    """With the shared expert's output, rounded once."""
+    if shared is not None:
+        total = total + shared.float()
+    return total.to(dtype) if out is None else out.copy_(total)
+
+
+class MoePartial(Partial):
+    """What a rank's experts made, not added yet: x and params are of `MoEAllReduce`, but for the residual and norm."""
+
+    __slots__ = ("params",)
+
+    def __init__(self, x: torch.Tensor, params: MoEAllReduceParams) -> None:
+        super().__init__(self._sum, x, x.shape[-1])
+        self.params = params
+
+    def _sum(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return finished(add_experts(x, self.params), self.params.shared_expert_output, x.dtype, out)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from spmd.collectives.arguments import NAMES, describe, refuse
 from spmd.collectives.cpu import Route
 from spmd.collectives.epilogue import ResidualNorm
 from spmd.collectives.fusion import AllReduceFusionOp
+from spmd.collectives.moe import MoEAllReduce, MoePartial
 from spmd.collectives.overlap import Partial, made
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
@@ -58,6 +59,7 @@ class RowMoves:
         self.me = mapping.rank - self.pp_start
         self._groups: dict[Digits, Group] = {}
         self._all_reduces: dict[Digits, AllReduce] = {}
+        self._moe_all_reduces: dict[Digits, MoEAllReduce] = {}
         self.padding = Padding.NONE
 
     def padded(self, padding: Padding) -> Self:
@@ -77,6 +79,12 @@ class RowMoves:
         if digits not in self._all_reduces:
             self._all_reduces[digits] = AllReduce(group=self.group(digits))
         return self._all_reduces[digits]
+
+    def moe_all_reduce(self, digits: Digits) -> MoEAllReduce:
+        """Of what experts have not added yet."""
+        if digits not in self._moe_all_reduces:
+            self._moe_all_reduces[digits] = MoEAllReduce(group=self.group(digits))
+        return self._moe_all_reduces[digits]
 
     def rows_of(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Rows of the finest blocks: those of each attention group, cut evenly over its ranks."""
@@ -153,14 +161,18 @@ class RowMoves:
         """The sum over whole groups: products go to memory that peers read, long ones while they are still made.
 
         adds: whether there is a residual to add before the tail's norm."""
-        all_reduce, dtype = self.all_reduce(over), self.dtype
+        all_reduce, moe_all_reduce, dtype = self.all_reduce(over), self.moe_all_reduce(over), self.dtype
         shape = (self.rows_here(rows, held), self.hidden)
         params = tail.params() if tail is not None and adds else None
         parts = overlap.worth(shape[0])
 
         def total(x: torch.Tensor | Partial) -> Any:
+            if isinstance(x, MoePartial) and params is not None:
+                asked, asked.residual = x.params, params.residual
+                asked.norm_weight, asked.eps = params.norm_weight, params.eps
+                return moe_all_reduce(x.input, asked)
             if isinstance(x, Partial):
-                if parts:
+                if parts and not isinstance(x, MoePartial):
                     done = overlap.product_and_sum(x.product, x.input, x.width, all_reduce, params)
                     if done is not None:
                         return done
@@ -187,15 +199,17 @@ class RowMoves:
         return lambda residual: move(residual, None)
 
     def fold(self, owed: Digits, bring: Callable[[Any], Any], joins: bool) -> Junction:
-        """Adds the residual to the part of the rank that is first of those who owe a sum; joins: bringing it moves."""
+        """Adds the residual to the part of the rank that is first of those who owe a sum; joins: bringing it moves.
+
+        The part is made on all of them, so that no rank takes another way to sum it."""
         if all(self.radix.coordinate(self.me, digit) == 0 for digit in owed):
             return lambda x, residual: (made(x) + bring(residual), None)
         if not joins:
-            return lambda x, residual: (x, None)
+            return lambda x, residual: (made(x), None)
 
         def joined(x: Any, residual: torch.Tensor) -> tuple[Any, Any]:
             bring(residual)  # the others read mine
-            return x, None
+            return made(x), None
 
         return joined
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from spmd.collectives import gather
-from spmd.collectives.moe import ExpertExchange
+from spmd.collectives.moe import ExpertExchange, MoEAllReduceParams, MoePartial, add_experts, finished
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.errors import InputError
@@ -68,8 +68,15 @@ def choose(
     return ids, weights * config.scale
 
 
+def all_at_once(rows: int, config: MoeConfig) -> bool:
+    """Whether all experts run on all rows (`MoEAllReduce`'s min-latency form): few rows, which would read almost every
+    expert's weights anyway."""
+    return 0 < rows <= 8 and rows * config.top_k >= config.num_experts
+
+
 class Experts:
-    """forward(x [T, hidden]) -> a sum [T, hidden] that is owed as the boundary plan says.
+    """forward(x [T, hidden]) -> a sum [T, hidden] that is owed as the boundary plan says: a MoePartial, which an
+    all-reduce with a norm finishes as `MoEAllReduce`, or after an all-to-all a tensor.
 
     Expert e is held by the moe_ep rank of every cluster that owns it (`Mapping.ep_experts`), cut over moe_tp by its
     inner width. Without all-to-all x has the rows of the whole cluster, and the sum is owed over moe_tp and moe_ep.
@@ -99,14 +106,16 @@ class Experts:
         self.bias = torch.zeros(config.num_experts) if config.scoring == "sigmoid" else None
         # experts: those that this rank's rows meet, the first of them number `first`; own: those that it loads
         self.experts: list[tuple[torch.Tensor, torch.Tensor]]
+        self.stacked: tuple[torch.Tensor, torch.Tensor] | None = None
         if shared_weights:
             self.own = split_first(config.num_experts, mapping.dwdp_size, mapping.dwdp_rank)
             self.first, self.experts = 0, self._shared_memory(inner)
         else:
             self.own = mapping.ep_experts(config.num_experts)
             self.first, count = self.own.start, len(self.own)
-            gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype)
-            self.experts = list(zip(gate_up, torch.empty(count, hidden, inner, dtype=dtype), strict=True))
+            gate_up, down = (count, 2 * inner, hidden), (count, hidden, inner)
+            self.stacked = torch.empty(gate_up, dtype=dtype), torch.empty(down, dtype=dtype)
+            self.experts = list(zip(*self.stacked, strict=True))
         self.shared_gate_up = torch.empty(2 * shared, hidden, dtype=dtype)
         self.shared_down = torch.empty(hidden, shared, dtype=dtype)
         self.shared_gate = torch.empty(1, hidden, dtype=dtype) if config.shared_gate else None
@@ -150,43 +159,63 @@ class Experts:
         """Copy this rank's part of the shared expert."""
         _load(self.shared_gate_up, self.shared_down, self.shared_width, gate, up, down)
 
-    def __call__(self, x: torch.Tensor, sizes: Sequence[int] = ()) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, sizes: Sequence[int] = ()) -> torch.Tensor | MoePartial:
         """sizes: with all-to-all, the rows of all ranks that tokens are sent between."""
         ids, weights = choose(F.linear(x, self.gate), self.config, self.bias)
-        total = self._alltoall(x, ids, weights, sizes) if self.alltoall else self._local(x, ids, weights, self.first)
-        if self.config.shared:
-            shared = F.linear(swiglu(F.linear(x, self.shared_gate_up)), self.shared_down).float()
-            if self.shared_gate is not None:
-                shared *= F.linear(x, self.shared_gate).float().sigmoid()
-            total += shared
-        return total.to(x.dtype)
+        ids, order = ids.sort(1)  # they are added in this order
+        weights = weights.gather(1, order)
+        if self.alltoall:
+            return finished(self._alltoall(x, ids, weights, sizes), self._shared(x), x.dtype, None)
+        return MoePartial(*self._local(x, ids - self.first, weights, self._shared(x)))
 
-    def _local(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int) -> torch.Tensor:
-        """What this rank's experts, whose numbers begin with `first`, make of these rows, in fp32."""
-        total = torch.zeros(len(x), self.hidden)
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The shared expert's part, in fp32."""
+        if not self.config.shared:
+            return None
+        shared = F.linear(swiglu(F.linear(x, self.shared_gate_up)), self.shared_down).float()
+        return shared if self.shared_gate is None else shared.mul_(F.linear(x, self.shared_gate).float().sigmoid())
+
+    def _local(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, MoEAllReduceParams]:
+        """What this rank's experts, by numbers from 0, make of these rows, as `MoEAllReduce` takes it."""
+        if self.stacked is not None and all_at_once(len(x), self.config):
+            made = torch.bmm(swiglu(torch.matmul(x, self.stacked[0].mT)), self.stacked[1].mT)
+            scale = torch.zeros(self.config.num_experts + 1, len(x))  # the last: of experts of others
+            mine = (ids >= 0) & (ids < len(made))
+            scale.t().scatter_(1, torch.where(mine, ids, -1).long() % len(scale), weights)
+            shared = x.new_zeros(x.shape) if shared is None else shared
+            return made, MoEAllReduceParams(
+                device_num_experts=len(made), expert_scale_factor=scale, shared_expert_output=shared
+            )
         flat = ids.flatten()
         order = flat.argsort(stable=True)
-        ends = torch.searchsorted(flat[order], torch.arange(first, first + len(self.experts) + 1)).tolist()
-        rows = order // ids.shape[1]
-        scale = weights.flatten()[order].unsqueeze(1)
-        for index, (begin, end) in enumerate(pairwise(ends)):
+        ends = torch.searchsorted(flat[order], torch.arange(len(self.experts) + 1)).tolist()
+        rows, first = order // ids.shape[1], ends[0]
+        made = x.new_empty(ends[-1] - first, self.hidden)
+        for (gate_up, down), (begin, end) in zip(self.experts, pairwise(ends), strict=True):
             if begin < end:
-                at = rows[begin:end]
-                gate_up, down = self.experts[index]
-                made = torch.mm(swiglu(torch.mm(x[at], gate_up.t())), down.t())
-                total.index_add_(0, at, made.float().mul_(scale[begin:end]))
-        return total
+                inner = swiglu(torch.mm(x[rows[begin:end]], gate_up.t()))
+                torch.mm(inner, down.t(), out=made[begin - first : end - first])
+        index = torch.full_like(flat, -1)
+        index[order[first : ends[-1]]] = torch.arange(len(made), dtype=flat.dtype)
+        return made, MoEAllReduceParams(
+            expanded_idx_to_permuted_idx=index.view(ids.shape),
+            expert_scale_factor=weights,
+            shared_expert_output=shared,
+            is_cutlass_min_latency=False,
+        )
 
     def _alltoall(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]
     ) -> torch.Tensor:
         sent = self.exchange.dispatch(x, ids.to(torch.int32), weights, sizes)
         if sent is not None:
-            sent.rows.copy_(self._local(sent.rows, sent.ids, sent.weights, 0))
+            sent.rows.copy_(add_experts(*self._local(sent.rows, sent.ids, sent.weights)))
             return self.exchange.combine(sent).float()
         # ranks that share no memory, or too little of it: an all-gather and a reduce-scatter
         rows, numbers, scale = (gather.all_gather(part, self.group, dim=0, sizes=sizes) for part in (x, ids, weights))
-        made = self._local(rows, numbers, scale, self.first)
+        made = add_experts(*self._local(rows, numbers - self.first, scale))
         return gather.reduce_scatter(made, self.group, dim=0, sizes=sizes)
 
 

@@ -9,6 +9,7 @@ from spmd import Distributed, Mapping
 from spmd.boundary.communicator import StageCommunicator
 from spmd.boundary.plan import Options
 from spmd.collectives.epilogue import ResidualNorm
+from spmd.collectives.moves import Padding
 from spmd.control import mpi
 from spmd.control.record import recorder
 from spmd.errors import InputError
@@ -99,17 +100,33 @@ def test_residuals_that_were_handed_out_stay_as_they_were(policy):
     Distributed.get(mapping).close()
 
 
-@pytest.mark.ranks(4)
-def test_steps_without_rows_of_some_or_all_groups():
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("padding", Padding)
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+def test_steps_of_uneven_groups_and_of_none(padding, policy, monkeypatch):
+    """Rows that say whose they are; what rows are padded with is NaN."""
+    monkeypatch.setenv("SPMD_CHECK", "1")
     world = mpi.world()
     mapping = Mapping(world.size, world.rank, tp_size=world.size, attn_dp_size=2)
-    communicator = stage(mapping, ["dense"] * 2)
-    for counts in ((3, 0), (0, 0), (0, 1), (7, 5), (12, 0), (1, 3), (0, 0)):
+    communicator = stage(mapping, ["dense"] * 2, Options(padding=padding), policy)
+    part = lambda x: x / mapping.attn_tp_size, lambda x: x / mapping.tp_size
+    for counts in ((3, 0), (0, 0), (0, 1), (7, 5), (12, 0), (1, 3), (5, 9), (0, 0)):
         assert communicator.agree(counts[mapping.attn_dp_rank]) == (counts,)
-        rows = counts[mapping.attn_dp_rank]
-        same = lambda x: torch.zeros_like(x)  # noqa: E731
-        (x, _), _ = forward(communicator, counts, torch.ones(rows, HIDDEN), (same, same))
-        assert torch.allclose(x, torch.ones(rows, HIDDEN), atol=1e-5)
+        first = sum(counts[: mapping.attn_dp_rank])
+        rows = torch.arange(first, first + counts[mapping.attn_dp_rank]).float()[:, None]
+        x = torch.cat([rows + 1, -rows - 2] * (HIDDEN // 2), 1)
+        step, residual, alone = communicator.begin(counts, decode=True), None, x
+        y = x
+        for layer in step.layers:
+            for junction, block in ((layer.prepare_attn, part[0]), (layer.prepare_mlp, part[1])):
+                y, residual = junction(y, residual)
+                y = block(y)
+            y, residual = layer.postprocess_layer(y, residual)
+        y, _ = step.finish(y, residual)
+        normed = lambda total: total * torch.rsqrt(total.square().mean(1, keepdim=True) + 1e-6)  # noqa: E731
+        for _ in range(4):
+            alone = alone + normed(alone)
+        assert y.shape == x.shape and torch.allclose(y, normed(alone), atol=1e-5)
     Distributed.get(mapping).close()
 
 

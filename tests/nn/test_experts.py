@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from spmd import Mapping
+from spmd.collectives.overlap import made
 from spmd.errors import InputError
-from spmd.nn.experts import Experts, MoeConfig, choose
+from spmd.nn.experts import Experts, MoeConfig, all_at_once, choose
 
 
 def logits(tokens, experts, seed=0):
@@ -68,7 +69,15 @@ def expert(parts, x):
     return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 33])
+@pytest.mark.parametrize(
+    ("rows", "experts", "top_k", "together"),
+    [(0, 4, 2, False), (1, 4, 2, False), (2, 4, 2, True), (8, 16, 2, True), (9, 16, 2, False), (8, 17, 2, False)],
+)
+def test_when_all_experts_run_on_all_rows(rows, experts, top_k, together):
+    assert all_at_once(rows, MoeConfig(experts, top_k, 4)) == together
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 5, 8, 9, 33])
 def test_every_token_meets_its_experts(tokens):
     config = MoeConfig(5, 2, 12)
     experts, whole = filled(config)
@@ -78,7 +87,7 @@ def test_every_token_meets_its_experts(tokens):
     for t in range(tokens):
         for number, weight in zip(ids[t].tolist(), weights[t], strict=True):
             truth[t] += weight * expert(whole[number], x[t : t + 1])[0]
-    assert torch.allclose(experts(x), truth, atol=1e-5)
+    assert torch.allclose(made(experts(x)), truth, atol=1e-5)
 
 
 def test_one_expert_alone_and_a_shared_one():
@@ -89,16 +98,16 @@ def test_one_expert_alone_and_a_shared_one():
     experts.gate.zero_()
     experts.gate[2] = 100.0
     x = logits(7, 8, seed=4).abs()
-    assert torch.allclose(experts(x), expert(whole[2], x) + expert(whole[0], x), atol=1e-4)
+    assert torch.allclose(made(experts(x)), expert(whole[2], x) + expert(whole[0], x), atol=1e-4)
 
 
 def test_rows_do_not_meet():
     config = MoeConfig(4, 2, 12)
     experts, _ = filled(config)
     x = logits(6, 8, seed=5)
-    clean = experts(x)
+    clean = made(experts(x))
     x[3] = float("nan")
-    dirty = experts(x)
+    dirty = made(experts(x))
     rows = [0, 1, 2, 4, 5]
     assert torch.allclose(dirty[rows], clean[rows], atol=1e-5)  # a product of other row counts rounds otherwise
     assert dirty[3].isnan().all()
