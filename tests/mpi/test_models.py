@@ -1,5 +1,7 @@
 """Does every layout of every architecture compute what transformers computes?"""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from spmd import Distributed, Mapping
 from spmd.boundary.plan import Batch, Options, plan
 from spmd.control import mpi
 from spmd.control.pipeline import init_pp_comm
+from spmd.control.record import recorder
 from spmd.errors import InputError
 from spmd.models.decoder import Decoder
 from spmd.models.generate import Sampling, generate
@@ -129,20 +132,27 @@ def divisors(n):
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+SPARSE = {"mixtral": 5, "qwen2_moe": 7, "qwen3_moe": 8}  # their experts
+
+
 def expert_layouts(world):
-    """(tp, pp, attn_dp, moe_tp, moe_cluster, all-to-all) of a world: all that are legal, of larger worlds some."""
+    """(model, tp, pp, attn_dp, moe_tp, moe_cluster, all-to-all) of a world, all that are legal: for every model, and of
+    6 and 8 ranks for one after the other."""
     found = []
     for pp in [1, 2] if world in (2, 4, 8) else [1]:
         tp = world // pp
-        for attn_dp in divisors(tp):
-            for moe_tp in divisors(tp):
-                for cluster in divisors(tp // moe_tp):
-                    found += [(tp, pp, attn_dp, moe_tp, cluster, a2a) for a2a in (False, True)]
-    found = [layout for layout in found if fits(*layout)]
-    return found if world < 6 else found[:: max(len(found) // 8, 1)]
+        for attn_dp, moe_tp in product(divisors(tp), repeat=2):
+            for cluster, a2a in product(divisors(tp // moe_tp), (False, True)):
+                layout = (tp, pp, attn_dp, moe_tp, cluster, a2a)
+                names = [name for name, experts in SPARSE.items() if experts >= tp // moe_tp // cluster]
+                if planned(*layout):
+                    found += [
+                        (name, *layout) for name in (names if world < 6 else names[len(found) % len(names) :][:1])
+                    ]
+    return found
 
 
-def fits(tp, pp, attn_dp, moe_tp, cluster, a2a):
+def planned(tp, pp, attn_dp, moe_tp, cluster, a2a):
     """Whether the plan exists: the views have a common refinement, or are not asked to have one."""
     mapping = Mapping(tp * pp, 0, tp_size=tp, pp_size=pp, attn_dp_size=attn_dp, moe_tp_size=moe_tp,
                       moe_cluster_size=cluster, moe_ep_size=tp // moe_tp // cluster)  # fmt: skip
@@ -150,12 +160,11 @@ def fits(tp, pp, attn_dp, moe_tp, cluster, a2a):
         plan(mapping, ["moe"], Batch(8, 320), options=Options(a2a=a2a))
     except InputError:
         return False
-    return mapping.moe_ep_size <= 5
+    return True
 
 
 @pytest.mark.ranks(1, 2, 3, 4, 6, 8)
-@pytest.mark.parametrize("tp,pp,attn_dp,moe_tp,cluster,a2a", expert_layouts(mpi.world().size))
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name,tp,pp,attn_dp,moe_tp,cluster,a2a", expert_layouts(mpi.world().size))
 def test_experts_in_every_layout_equal_transformers(name, tp, pp, attn_dp, moe_tp, cluster, a2a):
     sizes = {"moe_tp_size": moe_tp, "moe_cluster_size": cluster, "moe_ep_size": tp // moe_tp // cluster}
     policy = "seed" if moe_tp > cluster else "cost"
@@ -172,37 +181,80 @@ def test_experts_in_the_memory_of_peers_equal_transformers(name):
         compare(name, size, 1, 5, attn_dp_size=size, dwdp_size=shared, dwdp_rank=rank)
 
 
-def captured(name, mapping, chunks, texts, options=None, policy="cost"):
-    """The hidden states that entered every layer for a prefill, and copies made at once."""
+def prefill(name, mapping, texts, options=None, policy="cost"):
+    """Logits, and the hidden states that entered every layer, of this rank's prompts; what was traced on the way."""
     checkpoint = open_checkpoint(oracle.load(name).path)
+    chunks = [Chunk(slot, 0, len(text)) for slot, text in enumerate(texts)]
+    tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
     with torch.inference_mode():
         decoder = Decoder(checkpoint.config, mapping, torch.float32, options, policy)
         decoder.load(checkpoint)
-        kept: list = []
-        tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
-        decoder(tokens, chunks, decoder.new_caches(max(len(texts), 1), 64), kept)
-    return kept
+        hidden: list = []
+        caches = decoder.new_caches(max(len(texts), 1), 256)
+        logits = decoder(tokens, chunks, caches, hidden)
+        recorder.reset()
+        recorder.timeline = True
+        decoder(tokens, chunks, caches)
+        recorder.timeline = False
+    return logits, hidden, [event[:3] for event in recorder.events if event[0] != "barrier"]
+
+
+TOKENS = {  # of the attention groups; None: the group's rank has no prompt
+    1: [(9,)],
+    2: [(7, 5), (12, 0), (0, 12)],
+    4: [(1, 3, 2, 0), (0, 0, 0, 5)],
+    8: [tuple((97 * (i + 1)) // 8 - 97 * i // 8 for i in range(8)), (127, 128, 128, 128, 128, 128, 128, 128)],
+}
+
+
+@pytest.mark.ranks(1, 2, 4, 8)
+@pytest.mark.parametrize("counts", TOKENS.get(mpi.world().size, []), ids=str)
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+@pytest.mark.parametrize("a2a", [False, True])
+def test_hidden_states_and_logits_of_uneven_groups_equal_those_of_one_rank(counts, policy, a2a):
+    size, rank = mpi.world().size, mpi.world().rank
+    mapping = Mapping(size, rank, tp_size=size, attn_dp_size=size, moe_ep_size=size)
+    texts = [[(7 * i + 13 * group) % 331 for i in range(count)] for group, count in enumerate(counts)]
+    own = [texts[rank]] if texts[rank] else []
+    logits, many, _ = prefill("qwen3_moe", mapping, own, Options(a2a=a2a), policy)
+    assert len(many) == 4
+    if own:
+        wanted, alone, _ = prefill("qwen3_moe", Mapping(), own)
+        assert (logits - wanted).abs().max() <= 5e-4
+        for a, b in zip(many, alone, strict=True):
+            assert a.shape == b.shape and (a - b).abs().max() <= 5e-4
+    else:
+        assert len(logits) == 0 and all(len(a) == 0 for a in many)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("policy", ["cost", "seed"])
-@pytest.mark.parametrize("shared", [1, 2])
 @pytest.mark.parametrize("a2a", [False, True])
-def test_hidden_states_of_every_layer_equal_those_of_one_rank(policy, shared, a2a):
-    """Also where the plan keeps the residual cut, and for a group with nothing to do."""
+def test_hidden_states_where_ranks_attend_together(policy, a2a):
+    """Also where the plan keeps the residual cut."""
     size, rank = mpi.world().size, mpi.world().rank
-    mapping = Mapping(size, rank, tp_size=size, attn_dp_size=shared, moe_ep_size=size)
-    texts = [list(range(40, 52))]
-    own = texts if mapping.attn_dp_rank == 0 else []
-    chunks = [Chunk(0, 0, 12)]
-    many = captured("qwen3_moe", mapping, chunks[: len(own)], own, Options(a2a=a2a), policy)
-    alone = captured("qwen3_moe", Mapping(), chunks, texts)
-    assert len(many) == len(alone) == 4
-    for a, b in zip(many, alone, strict=True):
-        if own:
-            assert a.shape == b.shape and (a - b).abs().max() <= 2e-4
-        else:
-            assert a.shape == (0, b.shape[1])
+    text = [list(range(40, 52))]
+    mapping = Mapping(size, rank, tp_size=size, moe_ep_size=size)
+    _, many, _ = prefill("qwen3_moe", mapping, text, Options(a2a=a2a), policy)
+    _, alone, _ = prefill("qwen3_moe", Mapping(), text)
+    assert all(a.shape == b.shape and (a - b).abs().max() <= 5e-4 for a, b in zip(many, alone, strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_dense_to_experts_to_dense_as_seen_in_a_run():
+    """Layers dense, sparse, dense, sparse by the fixed choices. Experts in place take and leave whole rows, as a dense
+    MLP does; by all-to-all the reduce-scatter before them brings half of what the all-reduce in its place does."""
+    mapping = Mapping(2, mpi.world().rank, tp_size=2, moe_ep_size=2)
+    text, row_bytes = [list(range(40, 52))], 80 * 4
+    whole, half = 12 * row_bytes, 6 * row_bytes
+    sums = ("all_reduce", "tp", whole)
+    _, _, in_place = prefill("qwen3_moe", mapping, text, policy="seed")
+    assert in_place[: 1 + 8] == [sums] * 9  # the embedding, two a layer
+    _, _, alltoall = prefill("qwen3_moe", mapping, text, Options(a2a=True), "seed")
+    experts = [("reduce_scatter", "tp", whole), "dispatch", "combine", ("all_gather", "tp", half)]
+    named = [event[0] if event[0] in experts else event for event in alltoall]
+    residual = ("all_gather", "tp", half)  # it was cut for the experts, and the dense MLP wants it whole
+    assert named[:14] == [sums, sums, sums, *experts, residual, sums, sums, *experts]
 
 
 @pytest.mark.ranks(4)
