@@ -6,6 +6,7 @@
 #include <cstring>
 #include <poll.h>
 #include <sched.h>
+#include <utility>
 
 namespace spmd {
 
@@ -479,84 +480,92 @@ int Plane::lamport(const Rows& rows, std::int64_t count) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- experts
-// In lent memory: | count | ids [count, k] | weights [count, k] | rows [count] |, each part on a line of its own.
+// A rank's lent memory: | tokens sent to each rank | come from each | ids [room, k] | weights [room, k] | rows [room] |,
+// each part on a line of its own. Senders write; where a sender's tokens begin follows from what all ranks say they send.
+
+std::array<std::int64_t, 5> Plane::arrivals(std::int64_t room, int k, std::int64_t row_bytes) const {
+    const std::int64_t counts = round_up(size_ * 8, kLine), table = round_up(room * k * 4, kLine);
+    const std::int64_t rows = 2 * (counts + table);
+    return {counts, 2 * counts, 2 * counts + table, rows, rows + room * row_bytes};
+}
 
 namespace {
 
-struct Placed {
-    std::int64_t* count;
+struct Arrivals {
+    std::int64_t *sent, *came;
     std::int32_t* ids;
     float* weights;
     char* rows;
+    Arrivals(std::uintptr_t at, const std::array<std::int64_t, 5>& parts)
+        : sent(reinterpret_cast<std::int64_t*>(at)), came(reinterpret_cast<std::int64_t*>(at + parts[0])),
+          ids(reinterpret_cast<std::int32_t*>(at + parts[1])), weights(reinterpret_cast<float*>(at + parts[2])),
+          rows(reinterpret_cast<char*>(at + parts[3])) {}
 };
-Placed placed(std::uintptr_t at, std::int64_t count, int k) {
-    char* base = reinterpret_cast<char*>(at);
-    const std::int64_t table = round_up(count * k * 4, kLine);
-    return {reinterpret_cast<std::int64_t*>(base), reinterpret_cast<std::int32_t*>(base + kLine),
-            reinterpret_cast<float*>(base + kLine + table), base + kLine + 2 * table};
-}
-bool any_in(const std::int32_t* ids, int k, int first, int last) {
-    for (int j = 0; j < k; ++j)
-        if (ids[j] >= first && ids[j] < last) return true;
-    return false;
-}
+
+// Which rank owns an expert; -1: there is no such expert.
+struct Owners {
+    std::vector<int> of;
+    Owners(const std::int32_t* bounds, int size) : of(bounds[size], -1) {
+        for (int r = 0; r < size; ++r) std::fill(of.begin() + bounds[r], of.begin() + bounds[r + 1], r);
+    }
+    int operator()(std::int32_t id) const { return id >= 0 && id < std::int64_t(of.size()) ? of[id] : -1; }
+    // The ranks that a token goes to, each once and ascending.
+    int ranks(const std::int32_t* ids, int k, int* found) const {
+        int count = 0;
+        for (int j = 0; j < k; ++j) {
+            const int rank = (*this)(ids[j]);
+            if (rank >= 0 && std::find(found, found + count, rank) == found + count) found[count++] = rank;
+        }
+        std::sort(found, found + count);
+        return count;
+    }
+};
 
 }  // namespace
 
-std::int64_t Plane::tokens_bytes(std::int64_t tokens, int k, std::int64_t row_bytes) {
-    return kLine + 2 * round_up(tokens * k * 4, kLine) + tokens * row_bytes;
-}
-
-int Plane::publish_tokens(std::uintptr_t in, const Tokens& mine, std::int64_t signature) {
+int Plane::dispatch(std::uintptr_t in, const Tokens& mine, const std::int32_t* bounds, std::int64_t room,
+                    std::int64_t signature) {
     if (broken_) return broken_;
+    const DataKernels& data = data_kernels();
     Shared* shared = find(reinterpret_cast<const void*>(in));
     const Timer timer{*this, kDispatch, mine.count * mine.row_bytes};
-    const Placed to = placed(in, mine.count, mine.k);
-    *to.count = mine.count;
-    std::memcpy(to.ids, mine.ids, mine.count * mine.k * 4);
-    std::memcpy(to.weights, mine.weights, mine.count * mine.k * 4);
-    data_kernels().copy(to.rows, mine.rows, mine.count * mine.row_bytes, false);
+    const auto parts = arrivals(room, mine.k, mine.row_bytes);
+    const Owners owner(bounds, size_);
+    std::vector<Arrivals> at;
+    for (int r = 0; r < size_; ++r) at.emplace_back(shared->addresses[r] + (in - shared->addresses[rank_]), parts);
+    int ranks[kMaxRanks];
+    std::fill_n(at[rank_].sent, size_, 0);
+    for (std::int64_t t = 0; t < mine.count; ++t)
+        for (int i = owner.ranks(mine.ids + t * mine.k, mine.k, ranks); i--;) ++at[rank_].sent[ranks[i]];
     const std::uint64_t place = (in - shared->addresses[rank_]) << 8 | std::uint64_t(shared->id + 1) << 40;
     if (const int status = begin(kDispatch, mine.row_bytes, kBytes, place ^ std::uint64_t(signature))) return status;
+    arrive();
+    if (const int status = wait_arrived(pass_)) return status;
+    const bool large = 2 * mine.count * mine.row_bytes >= stream_bytes;
+    std::int64_t next[kMaxRanks] = {};
+    for (int source = 0; source < size_; ++source) {
+        at[rank_].came[source] = at[source].sent[rank_];
+        for (int r = 0; source < rank_ && r < size_; ++r) next[r] += at[source].sent[r];
+    }
+    for (std::int64_t t = 0; t < mine.count; ++t) {
+        const std::int32_t* ids = mine.ids + t * mine.k;
+        const char* row = static_cast<const char*>(mine.rows) + t * mine.row_bytes;
+        for (int i = 0, count = owner.ranks(ids, mine.k, ranks); i < count; ++i) {
+            const Arrivals& to = at[ranks[i]];
+            const std::int64_t place = next[ranks[i]]++;
+            data.copy(to.rows + place * mine.row_bytes, row, mine.row_bytes, ranks[i] != rank_ && large);
+            std::memcpy(to.weights + place * mine.k, mine.weights + t * mine.k, mine.k * 4);
+            for (int j = 0; j < mine.k; ++j)
+                to.ids[place * mine.k + j] = owner(ids[j]) == ranks[i] ? ids[j] - bounds[ranks[i]] : -1;
+        }
+    }
     arrive();
     shared->read_in = call_;
     return wait_arrived(pass_);
 }
 
-void Plane::tokens_for(std::uintptr_t in, int first, int last, int k, std::int64_t* counts) {
-    const Shared& shared = *find(reinterpret_cast<const void*>(in));
-    for (int source = 0; source < size_; ++source) {
-        const std::uintptr_t at = shared.addresses[source] + (in - shared.addresses[rank_]);
-        const Placed from = placed(at, *reinterpret_cast<const std::int64_t*>(at), k);
-        counts[source] = 0;
-        for (std::int64_t t = 0; t < *from.count; ++t) counts[source] += any_in(from.ids + t * k, k, first, last);
-    }
-}
-
-void Plane::take_tokens(std::uintptr_t in, int first, int last, int k, std::int64_t row_bytes, void* rows,
-                        std::int32_t* ids, float* weights) {
-    const DataKernels& data = data_kernels();
-    const Shared& shared = *find(reinterpret_cast<const void*>(in));
-    std::int64_t out = 0;
-    for (int source = 0; source < size_; ++source) {
-        const std::uintptr_t at = shared.addresses[source] + (in - shared.addresses[rank_]);
-        const Placed from = placed(at, *reinterpret_cast<const std::int64_t*>(at), k);
-        for (std::int64_t t = 0; t < *from.count;) {
-            std::int64_t end = t;  // tokens that come together are copied together
-            for (; end < *from.count && any_in(from.ids + end * k, k, first, last); ++end, ++out)
-                for (int j = 0; j < k; ++j) {
-                    const std::int32_t id = from.ids[end * k + j];
-                    ids[out * k + j] = id >= first && id < last ? id - first : -1;
-                    weights[out * k + j] = from.weights[end * k + j];
-                }
-            data.copy(static_cast<char*>(rows) + (out - (end - t)) * row_bytes, from.rows + t * row_bytes,
-                      (end - t) * row_bytes, false);
-            t = end + 1;
-        }
-    }
-}
-
-int Plane::combine(std::uintptr_t in, const Tokens& mine, const std::int32_t* bounds, std::int64_t n, int dtype, void* out) {
+int Plane::combine(std::uintptr_t in, const Tokens& mine, const std::int32_t* bounds, std::int64_t room, std::int64_t n,
+                   int dtype, void* out) {
     if (broken_) return broken_;
     const DataKernels& data = data_kernels();
     Shared* shared = find(reinterpret_cast<const void*>(in));
@@ -566,21 +575,19 @@ int Plane::combine(std::uintptr_t in, const Tokens& mine, const std::int32_t* bo
     arrive();
     shared->read_in = call_;
     if (const int status = wait_arrived(pass_)) return status;
+    const auto parts = arrivals(room, mine.k, mine.row_bytes);
+    const Owners owner(bounds, size_);
     const char* next[kMaxRanks];
     for (int r = 0; r < size_; ++r) {
-        const char* base = reinterpret_cast<const char*>(shared->addresses[r] + (in - shared->addresses[rank_]));
-        const auto* counts = reinterpret_cast<const std::int64_t*>(base);
-        next[r] = base + counts_bytes();
-        for (int source = 0; source < rank_; ++source) next[r] += counts[source] * mine.row_bytes;
+        const Arrivals there(shared->addresses[r] + (in - shared->addresses[rank_]), parts);
+        next[r] = there.rows;
+        for (int source = 0; source < rank_; ++source) next[r] += there.came[source] * mine.row_bytes;
     }
+    int ranks[kMaxRanks];
     for (std::int64_t t = 0; t < mine.count; ++t) {
         const void* from[kMaxRanks];
-        int count = 0;
-        for (int r = 0; r < size_; ++r)
-            if (any_in(mine.ids + t * mine.k, mine.k, bounds[r], bounds[r + 1])) {
-                from[count++] = next[r];
-                next[r] += mine.row_bytes;
-            }
+        const int count = owner.ranks(mine.ids + t * mine.k, mine.k, ranks);
+        for (int i = 0; i < count; ++i) from[i] = std::exchange(next[ranks[i]], next[ranks[i]] + mine.row_bytes);
         data.sum(static_cast<char*>(out) + t * mine.row_bytes, from, count, n, dtype, false);
     }
     return kDone;

@@ -14,6 +14,7 @@
 // Use:     module.cpp binds it as spmd._cpu.Plane; spmd/collectives/cpu.py is the only caller.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -96,18 +97,16 @@ public:
     void publish();
     int complete(std::uint32_t part, const Rows& rows, std::int64_t first, std::int64_t count);
 
-    // Tokens to the ranks that own their experts, and back; `in`: the tokens' place in lent memory, the same on all ranks.
-    // publish_tokens: mine go there, and all ranks' are there. tokens_for: how many of every source have an expert in
-    // [first, last). take_tokens: those, in the order of source and token, with expert numbers (-1: not one of these)
-    // and weights. combine: out[t] = T(sum) of what came back for it, in rank order, from rows [source, token] of `in`
-    // behind counts[size]; bounds[r] ... bounds[r + 1]: the experts of rank r.
-    int publish_tokens(std::uintptr_t in, const Tokens& mine, std::int64_t signature);
-    void tokens_for(std::uintptr_t in, int first, int last, int k, std::int64_t* counts);
-    void take_tokens(std::uintptr_t in, int first, int last, int k, std::int64_t row_bytes, void* rows, std::int32_t* ids,
-                     float* weights);
-    int combine(std::uintptr_t in, const Tokens& mine, const std::int32_t* bounds, std::int64_t n, int dtype, void* out);
-    static std::int64_t tokens_bytes(std::int64_t tokens, int k, std::int64_t row_bytes);
-    std::int64_t counts_bytes() const { return (size_ * 8 + kLine - 1) / kLine * kLine; }
+    // Tokens to the ranks that own their experts, and back; `in`: where they arrive, in lent memory, for `room` tokens and
+    // the same on all ranks; bounds[r] ... bounds[r + 1]: the experts of rank r. dispatch: mine are at their ranks and
+    // theirs here, in the order of source and token, with expert numbers (-1: not one of these) and weights. combine:
+    // out[t] = T(sum) of the rows that token t has become, in rank order. arrivals: offsets of how many came from each
+    // source, of the numbers, the weights and the rows, and the bytes of all.
+    int dispatch(std::uintptr_t in, const Tokens& mine, const std::int32_t* bounds, std::int64_t room,
+                 std::int64_t signature);
+    int combine(std::uintptr_t in, const Tokens& mine, const std::int32_t* bounds, std::int64_t room, std::int64_t n,
+                int dtype, void* out);
+    std::array<std::int64_t, 5> arrivals(std::int64_t room, int k, std::int64_t row_bytes) const;
 
     // Symmetric memory by address: a tensor inside is read where it lies. lent: memory of the plane's own workspace,
     // whose writer asks `ready` before it writes again, so that nobody waits for its readers.

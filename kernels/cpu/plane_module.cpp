@@ -1,6 +1,7 @@
 // spmd._cpu.Plane for Python. Tensors arrive as addresses; spmd/collectives/cpu.py checks them first.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -102,16 +103,16 @@ Tokens tokens(std::int64_t count, int k, std::int64_t row_bytes, Address rows, A
     return {count, k, row_bytes, at(rows), at<const std::int32_t>(ids), at<const float>(weights)};
 }
 
-int publish_tokens(Plane& plane, Address in, std::int64_t count, int k, std::int64_t row_bytes, Address rows,
-                   Address ids, Address weights, std::int64_t signature) {
-    return checked(plane.publish_tokens(in, tokens(count, k, row_bytes, rows, ids, weights), signature));
+int dispatch(Plane& plane, Address in, std::int64_t count, int k, std::int64_t row_bytes, Address rows, Address ids,
+             Address weights, Address bounds, std::int64_t room, std::int64_t signature) {
+    const Tokens mine = tokens(count, k, row_bytes, rows, ids, weights);
+    return checked(plane.dispatch(in, mine, at<const std::int32_t>(bounds), room, signature));
 }
 
-int combine(Plane& plane, Address in, std::int64_t count, int k, Address ids, Address bounds, std::int64_t n, int dtype,
-            Address out) {
-    const std::int64_t row_bytes = n * (dtype == kFloat32 ? 4 : 2);
-    const Tokens mine = tokens(count, k, row_bytes, 0, ids, 0);
-    return checked(plane.combine(in, mine, at<const std::int32_t>(bounds), n, dtype, at(out)));
+int combine(Plane& plane, Address in, std::int64_t count, int k, Address ids, Address bounds, std::int64_t room,
+            std::int64_t n, int dtype, Address out) {
+    const Tokens mine = tokens(count, k, n * (dtype == kFloat32 ? 4 : 2), 0, ids, 0);
+    return checked(plane.combine(in, mine, at<const std::int32_t>(bounds), room, n, dtype, at(out)));
 }
 
 Epilogue epilogue(int op, int dtype, std::int64_t n, Address bias, Address weight, Address pre_weight, Address scale,
@@ -241,17 +242,9 @@ void bind_plane(nb::module_& m) {
         .def("publish", &Plane::publish)
         .def("complete", &complete)
         .def("complete_rows", &complete_rows)
-        .def("publish_tokens", &publish_tokens)
-        .def("tokens_for", [](Plane& plane, Address in, int first, int last, int k, Address counts) {
-            plane.tokens_for(in, first, last, k, at<std::int64_t>(counts));
-        })
-        .def("take_tokens", [](Plane& plane, Address in, int first, int last, int k, std::int64_t row_bytes,
-                               Address rows, Address ids, Address weights) {
-            plane.take_tokens(in, first, last, k, row_bytes, at(rows), at<std::int32_t>(ids), at<float>(weights));
-        })
+        .def("dispatch", &dispatch)
         .def("combine", &combine)
-        .def_static("tokens_bytes", &Plane::tokens_bytes)
-        .def("counts_bytes", &Plane::counts_bytes)
+        .def("arrivals", &Plane::arrivals)
         .def("add_region", &Plane::add_region)
         .def("remove_region", &Plane::remove_region)
         .def("symmetric", &Plane::symmetric)

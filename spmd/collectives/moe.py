@@ -162,23 +162,25 @@ class Dispatched:
     ids: torch.Tensor
     weights: torch.Tensor
     counts: torch.Tensor
-    place: torch.Tensor
     routed: torch.Tensor
+    place: int
+    room: int
 
 
 class ExpertExchange:
     """Dispatch and combine between the ranks of a group that own consecutive experts, through shared memory.
 
     bounds: rank r owns the experts bounds[r] ... bounds[r + 1] - 1. A token goes once to every rank that owns any of
-    its experts; each rank publishes its tokens and reads those it needs, one synchronisation each way. All ranks call
+    its experts; ranks say how many they send, and write them where they go. All ranks call
     together, also without tokens, with the same `sizes`: the tokens of every rank. None where it cannot be done, alike
     on all ranks: the group shares no memory, or its budget is too small. Errors: those of `cpu`.
-    Source of the form: DeepEP's dispatch and combine, with reads in place of sends.
+    Source of the form: DeepEP's dispatch and combine.
     """
 
     def __init__(self, group: Group, bounds: Sequence[int]) -> None:
         self.group, self.bounds = group, torch.tensor(bounds, dtype=torch.int32)
-        self.first, self.last = bounds[group.rank], bounds[group.rank + 1]
+        self._offsets: dict[tuple[int, int, int], tuple[int, int, int, int, int]] = {}
+        self._views: dict[tuple[int, int, int, torch.dtype, int], tuple[torch.Tensor, ...]] = {}
 
     def dispatch(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]
@@ -190,39 +192,48 @@ class ExpertExchange:
         workspace = Workspace.of(group)
         if workspace is None:
             return None
-        plane = workspace.plane
-        header = plane.counts_bytes()
-        room = max(plane.tokens_bytes(max(sizes), k, row_bytes), header + sum(sizes) * row_bytes)
-        step = max(1 << (room.bit_length() - 3), 4096)  # a few different sizes: each needs memory of its own
-        room = (room + step - 1) // step * step
-        sent_from = workspace.lend((room,), torch.uint8)
-        if sent_from is None:
+        plane, most = workspace.plane, sum(sizes)
+        room = max(1 << (most - 1).bit_length() if most else 0, 16)  # a few sizes: each needs memory of its own
+        if (offsets := self._offsets.get((room, k, row_bytes))) is None:
+            offsets = self._offsets[room, k, row_bytes] = plane.arrivals(room, k, row_bytes)
+        place = workspace.lend((offsets[-1],), torch.uint8)
+        if place is None:
             return None
         if group.checked:
             group.agree(f"dispatch {describe(x, 0)} top {k} of {self.bounds.tolist()} tokens {list(sizes)}")
-        at, sources = sent_from.data_ptr(), (x.data_ptr(), ids.data_ptr(), weights.data_ptr())
-        if status := plane.publish_tokens(at, len(x), k, row_bytes, *sources, k):
+        at, mine = place.data_ptr(), (x.data_ptr(), ids.data_ptr(), weights.data_ptr())
+        if status := plane.dispatch(at, len(x), k, row_bytes, *mine, self.bounds.data_ptr(), room, k):
             workspace.fail(status)
-        place = workspace.lend((room,), torch.uint8)
-        assert place is not None, "two buffers take turns"
-        counts = place[: 8 * group.size].view(torch.int64)
-        plane.tokens_for(at, self.first, self.last, k, counts.data_ptr())
-        count = int(counts.sum())
-        rows = place[header : header + count * row_bytes].view(x.dtype).view(count, x.shape[1])
-        own, scale = ids.new_empty(count, k), weights.new_empty(count, k)
-        plane.take_tokens(
-            at, self.first, self.last, k, row_bytes, place.data_ptr() + header, own.data_ptr(), scale.data_ptr()
+        key = (at, room, k, x.dtype, row_bytes)
+        counts, own, scale, rows = self._views.get(key) or self._view(place, key, offsets)
+        count = sum(counts.tolist())
+        return Dispatched(rows[:count], own[:count], scale[:count], counts, ids, at, room)
+
+    def _view(
+        self, place: torch.Tensor, key: tuple[int, int, int, torch.dtype, int], offsets: tuple[int, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """What has come: counts, numbers, weights and rows, the last three for as many as there is room for."""
+        (_, room, k, dtype, row_bytes), (came, numbers, scales, first, end) = key, offsets
+        if len(self._views) >= 16:  # batches of many sizes
+            self._views.clear()
+        self._views[key] = (
+            place[came : came + 8 * self.group.size].view(torch.int64),
+            place[numbers : numbers + 4 * room * k].view(torch.int32).view(room, k),
+            place[scales : scales + 4 * room * k].view(torch.float32).view(room, k),
+            place[first:end].view(dtype).view(room, row_bytes // dtype.itemsize),
         )
-        return Dispatched(rows, own, scale, counts, place, ids)
+        return self._views[key]
 
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]) -> None:
-        group, given = self.group, f"tokens {describe(x)}, ids {describe(ids)}, weights {describe(weights)}"
-        if x.dtype not in DTYPES or x.dim() != 2 or ids.dtype != torch.int32 or weights.dtype != torch.float32:
-            refuse("dispatch", group, f"{given}: it takes [T, H] of a float type, int32 [T, k] and fp32 [T, k]")
-        if ids.dim() != 2 or ids.shape != weights.shape or len(ids) != len(x):
-            refuse("dispatch", group, f"{given} do not belong together")
-        if len(sizes) != group.size or sizes[group.rank] != len(x):
-            refuse("dispatch", group, f"{given}, but by sizes {list(sizes)} (index {group.rank})")
+        floats = x.dtype in DTYPES and x.dim() == 2 and ids.dtype == torch.int32 and weights.dtype == torch.float32
+        together = ids.dim() == 2 and ids.shape == weights.shape and len(ids) == len(x)
+        if floats and together and len(sizes) == self.group.size and sizes[self.group.rank] == len(x):
+            return
+        given = f"tokens {describe(x)}, ids {describe(ids)}, weights {describe(weights)}"
+        why = f"by sizes {list(sizes)} (index {self.group.rank})"
+        if not floats:
+            why = "it takes [T, H] of a float type, int32 [T, k] and fp32 [T, k]"
+        refuse("dispatch", self.group, f"{given}: {why if together or not floats else 'they do not belong together'}")
 
     def combine(self, sent: Dispatched, out: torch.Tensor | None = None) -> torch.Tensor:
         """Per token that was dispatched the sum, in fp32 and in rank order, of what the ranks with its experts wrote
@@ -233,7 +244,7 @@ class ExpertExchange:
             out = sent.rows.new_empty(len(ids), n)
         if out.shape != (len(ids), n) or out.dtype != dtype or not out.is_contiguous():
             refuse("combine", self.group, f"out is {describe(out)}, but {len(ids)} rows of {n} come back")
-        where = (ids.data_ptr(), self.bounds.data_ptr(), n, DTYPES[dtype], out.data_ptr())
-        if status := workspace.plane.combine(sent.place.data_ptr(), len(ids), ids.shape[1], *where):
+        where = (ids.data_ptr(), self.bounds.data_ptr(), sent.room, n, DTYPES[dtype], out.data_ptr())
+        if status := workspace.plane.combine(sent.place, len(ids), ids.shape[1], *where):
             workspace.fail(status)
         return out

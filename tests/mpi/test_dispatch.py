@@ -114,3 +114,13 @@ def test_tensors_that_do_not_fit_are_refused(group):
     with pytest.raises(InputError, match="3 rows of 8 come back"):
         exchange.combine(sent, torch.ones(3, 9))
     assert torch.equal(exchange.combine(sent), x)
+
+
+@pytest.mark.ranks(3, 4, 5, 8)
+def test_what_comes_back_is_added_in_rank_order(group):
+    """2^24 + 1 - 2^24 is 0 in fp32 from the left, and 1 in the order of the token's experts."""
+    exchange = ExpertExchange(group, [*range(group.size), group.size])
+    ids = torch.tensor([[2, 1, 0]], dtype=torch.int32)
+    sent = exchange.dispatch(torch.ones(1, 8), ids, torch.ones(1, 3), [1] * group.size)
+    sent.rows.fill_([2.0**24, 1, -(2.0**24), 0][min(group.rank, 3)])
+    assert torch.equal(exchange.combine(sent), torch.zeros(1, 8))
