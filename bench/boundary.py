@@ -11,6 +11,8 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from jobs import measure, pin, preamble
@@ -25,6 +27,7 @@ def ranks(turns: int) -> None:
 
     import spmd
     from spmd.boundary.communicator import StageCommunicator
+    from spmd.collectives import costs
     from spmd.collectives.epilogue import ResidualNorm
     from spmd.control import mpi
 
@@ -56,6 +59,7 @@ def ranks(turns: int) -> None:
             x, residual = layer.postprocess_layer(block(x), residual)
         return step.finish(x, residual)[0]
 
+    table = costs.measure(mapping)
     times: dict[str, list[float]] = {"by hand": [], "by plan": []}
     differ = 0
     for turn in range(turns + 5):
@@ -71,13 +75,15 @@ def ranks(turns: int) -> None:
                 times[name].append(took / SERIES / LAYERS * 1e-3)
         differ += int((results[0] != results[1]).sum())
     if world.rank == 0:
-        print(json.dumps({name: statistics.median(us) for name, us in times.items()} | {"differ": differ}))
+        us = {name: statistics.median(values) for name, values in times.items()}
+        print(json.dumps(us | {"differ": differ, "costs": asdict(table)}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--costs", metavar="FILE", help="write the table of costs that the planner reads")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
@@ -89,6 +95,10 @@ def main() -> None:
     over = statistics.median(row["by plan"] - row["by hand"] for row in rounds)
     verdict = "met" if over <= TARGET else "MISSED"
     print(f"# us a layer: by hand {hand:.2f}, by plan {planned:.2f}: {over:+.2f} <= {TARGET:.2f} {verdict}")
+    table = rounds[-1]["costs"]
+    print("# costs: " + ", ".join(f"{name} {value:.3g}" for name, value in table.items()))
+    if args.costs:
+        Path(args.costs).write_text(json.dumps(table, indent=1) + "\n")
     if differ := sum(row["differ"] for row in rounds):
         raise SystemExit(f"{differ} elements differ")
 

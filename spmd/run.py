@@ -202,7 +202,7 @@ class Job:
             torch.set_num_threads(self.dist.cores_per_rank)
         self.costs = None
         if args.costs == "measure":
-            self.costs = costs.measure(self.dist.group("tp_cp"))
+            self.costs = costs.measure(self.mapping)
         elif args.costs:
             with job.together(self.comm):
                 self.costs = costs.read(args.costs)

@@ -17,7 +17,7 @@ from collections.abc import Mapping as Dict
 from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -25,20 +25,15 @@ from spmd.boundary.layout import State, Step
 from spmd.boundary.plan import Batch, LayerPlan, Options, Path, Plan, plan
 from spmd.collectives.costs import Costs
 from spmd.collectives.epilogue import ResidualNorm
-from spmd.collectives.moves import Junction, Padding, RowMoves, norm
+from spmd.collectives.moves import Junction, Move, Padding, RowMoves, alone, chained, norm, ridden
 from spmd.collectives.overlap import made
 from spmd.control.distributed import Distributed
 from spmd.memory.workspace import Workspace
 from spmd.topology.mapping import Mapping
 from spmd.topology.rows import rows_held
-from spmd.topology.stage import NONE, Digits
+from spmd.topology.stage import NONE
 
 CLASSES = (1, 4, 16, 64, 256, 1024, 4096, 16384)  # rows of a stage: a plan for batches up to each
-
-
-def chained(first: Junction, second: Junction) -> Junction:
-    """One after the other."""
-    return lambda x, residual: second(*first(x, residual))
 
 
 class Binder(RowMoves):
@@ -46,53 +41,33 @@ class Binder(RowMoves):
 
     def bind(self, path: Path, tail: ResidualNorm | None, rows: tuple[int, ...]) -> Junction:
         """tail: of its norm; None: only the sum is made."""
-        parts = []
+        parts: list[Junction] = []
         for (step, state, where), after in zip_longest(found := list(path.walk()), found[1:]):
             if step.rides:
                 continue  # it was done with the collective before it
-            if step.shifts:
-                rider = after[0] if after is not None and after[0].rides else None
-                parts.append(self._move(rows, step, state, rider, where, tail))
-                continue
-            bring = self.bring(rows, where, step.gather, step.cut)
+            rides = after is not None and after[0].rides
+            final = after[0] if rides else step
+            bring = self.bring(rows, where, NONE if step.shifts and not rides else final.gather, final.cut)
+            keep = self.kept(rows, step.after(state).layout, final.keep)
             if step.op == "fold":
                 parts.append(self.fold(state.partial, bring, bool(step.gather)))
-            else:
-                keep = self.kept(rows, state.layout, step.keep)
+            elif not step.shifts:
                 parts.append(norm(tail if step.op == "norm" else None, bring, keep))
+            elif rides:
+                parts.append(ridden(self._move(rows, step, state, tail, where is not None), bring, keep))
+            else:
+                parts.append(alone(self._move(rows, step, state, None, False)))
         return reduce(chained, parts) if parts else lambda x, residual: (x, residual)
 
-    def _move(
-        self,
-        rows: tuple[int, ...],
-        step: Step,
-        state: State,
-        rider: Step | None,
-        where: Digits | None,
-        tail: ResidualNorm | None,
-    ) -> Junction:
-        """rider: the norm that is part of it."""
+    def _move(self, rows: tuple[int, ...], step: Step, state: State, tail: ResidualNorm | None, adds: bool) -> Move:
+        """The activation's; tail: the norm that is part of it, of what a residual is added to or not."""
         if step.op == "cut":
             part = self.kept(rows, state.layout, step.cut)
-            return lambda x, residual: (part(made(x)), residual)
+            return lambda x, residual: part(made(x))
         if step.op == "all_reduce":
-            move = self.summed(rows, state.layout, step.over, tail if rider else None, where is not None)
-        else:
-            cut = step.over if step.op == "reduce_scatter" else step.cut
-            group, route = self.route(rows, state.layout, step.over, step.gather, cut)
-            move = self.moved(step.op, group, route, bool(step.over), tail if rider else None)
-        if rider is None:
-            return lambda x, residual: (move(x, None), residual)
-        bring = self.bring(rows, where, rider.gather, rider.cut)
-        if not rider.keep:
-            return lambda x, residual: move(x, bring(residual))
-        keep = self.kept(rows, step.after(state).layout, rider.keep)
-
-        def kept(x: Any, residual: Any) -> tuple[Any, Any]:
-            x, residual = move(x, bring(residual))
-            return x, keep(residual)
-
-        return kept
+            return self.summed(rows, state.layout, step.over, tail, adds)
+        cut = step.over if step.op == "reduce_scatter" else step.cut
+        return self.moved(step.op, *self.route(rows, state.layout, step.over, step.gather, cut), bool(step.over), tail)
 
 
 class LayerCommunicator:

@@ -177,21 +177,20 @@ class Boundary:
 
     def price(self, step: Step, state: State) -> float:
         """What a step costs in a state."""
-        layout, _ = state
-        if step.op in ("fold", "norm", "add"):
-            own, c = self.held(layout), self.costs
+        own, c = self.held(state.layout), self.costs
+        if not step.shifts:
             bring = self.collective(step.gather, own * (1 - 1 / self.stage.span(step.gather))) if step.gather else 0.0
             per_byte = c.norm_byte * (1 - c.fused * step.rides) if step.op == "norm" else c.copy_byte
             return bring + own * per_byte
         after = self.held(step.after(state).layout)
         if step.op == "cut":
-            return after * self.costs.copy_byte
-        n, k = self.held(layout), self.stage.span(step.over | step.gather)
+            return after * c.copy_byte
+        k = self.stage.span(step.over | step.gather)
         moved = {
-            "all_reduce": 2 * (k - 1) / k * n,
-            "reduce_scatter": (k - 1) / k * n,
+            "all_reduce": 2 * (k - 1) / k * own,
+            "reduce_scatter": (k - 1) / k * own,
             "all_gather": (k - 1) / k * after,
-            "exchange": max(after * self.stage.span(step.over) - self.held(layout | step.cut), 0.0),
+            "exchange": max(after * self.stage.span(step.over) - self.held(state.layout | step.cut), 0.0),
         }
         return self.collective(step.over | step.gather, moved[step.op])
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmd.errors import InputError
 
 if TYPE_CHECKING:  # a plan needs neither torch nor MPI
-    from spmd.control.mpi import Group
+    from spmd.topology.mapping import Mapping
 
-_BYTES, _TURNS, _SERIES = 1 << 20, 7, 10
+_BYTES, _TURNS, _SERIES = 1 << 18, 9, 10
 
 
 @dataclass(frozen=True)
@@ -49,49 +49,51 @@ def read(path: str) -> Costs:
         raise InputError(f"{path} is no table of costs ({error}): it is a JSON object of {known}") from None
 
 
-def write(path: str, costs: Costs) -> None:
-    Path(path).write_text(json.dumps(asdict(costs), indent=1) + "\n")
+def measure(mapping: Mapping) -> Costs:
+    """The table of the ranks of a stage, the same on all: the slowest rank's times. Collective over them, about 0.2 s.
 
-
-def measure(group: Group) -> Costs:
-    """The table of this group, the same on all its ranks: the slowest rank's times. Collective, about 0.1 s.
-
-    Two sizes of an all-gather give latency and bytes; a norm and a copy are timed on the spot. What this group cannot
-    show (hosts, where it has one; the share of a norm that a collective hides) stays as built in.
+    All-gathers of pairs and of all, of two sizes, give latencies and bytes; a norm and a copy are timed on the spot.
+    What these ranks cannot show (hosts, where there is one; the share of a norm that a collective hides) stays as it is
+    built in.
     """
     import torch
 
     from spmd._cpu import monotonic_ns
     from spmd.collectives import gather
     from spmd.collectives.epilogue import ResidualNorm
+    from spmd.control.distributed import Distributed
     from spmd.memory.workspace import Workspace
+
+    dist = Distributed.get(mapping)
+    everyone = dist.group("tp_cp")
 
     def took(call: Callable[[], object], series: int) -> float:
         times = []
-        for _ in range(_TURNS):
-            group.barrier()
+        for turn in range(2 * _TURNS):
+            everyone.barrier()
             begin = monotonic_ns()
             for _ in range(series):
                 call()
-            times.append((monotonic_ns() - begin) / series)
-        return float(group.allgather_int64([int(statistics.median(times))]).max()) * 1e-3
+            if turn >= _TURNS:  # memory is warm by then
+                times.append((monotonic_ns() - begin) / series)
+        return float(everyone.allgather_int64([int(statistics.median(times))]).max()) * 1e-3
 
-    base, width = Costs(), 1024
+    width, ranks = 1024, everyone.size
     little, much = torch.zeros(1, width // 4), torch.zeros(_BYTES // width, width // 4)
     norm, spare = ResidualNorm(torch.ones(width // 4), 1e-6), torch.empty_like(much)
-    own = replace(
-        base,
-        norm_byte=took(lambda: norm(much, much), 1) / _BYTES,
-        copy_byte=took(lambda: spare.copy_(much), 1) / _BYTES,
-    )
-    if group.size == 1:
-        return own
-    short = took(lambda: gather.all_gather(little, group, dim=0), _SERIES)
-    long = took(lambda: gather.all_gather(much, group, dim=0), 1)
-    byte = max(long - short, 0.0) / ((group.size - 1) * _BYTES)
-    own = replace(own, fused=min(base.fused, 0.9 * byte / own.norm_byte))
-    inside = base.latency + base.per_rank * (group.size - 2)
-    if Workspace.of(group) is None:  # it spans hosts, or shares no memory
-        return replace(own, host=max(short - inside, 0.0), host_byte=byte)
-    scale = short / inside
-    return replace(own, latency=base.latency * scale, per_rank=base.per_rank * scale, byte=byte)
+    norm_byte = took(lambda: norm(much, much), 1) / _BYTES
+    costs = replace(Costs(), norm_byte=norm_byte, copy_byte=took(lambda: spare.copy_(much), 1) / _BYTES)
+    if ranks == 1:
+        return costs
+    at = everyone.rank // 2 * 2
+    pair = dist.along("pair", everyone.ranks[at : at + 2]) if at + 1 < ranks else None
+    latency = took(lambda: pair and gather.all_gather(little, pair, dim=0), _SERIES)
+    short = took(lambda: gather.all_gather(little, everyone, dim=0), _SERIES)
+    long = took(lambda: gather.all_gather(much, everyone, dim=0), 1)
+    byte = max(long - short, 0.0) / ((ranks - 1) * _BYTES)
+    costs = replace(costs, latency=latency, fused=min(costs.fused, 0.9 * byte / norm_byte))
+    if ranks > 2:
+        costs = replace(costs, per_rank=max(short - latency, 0.0) / (ranks - 2))
+    if Workspace.of(everyone) is None:  # they span hosts, or share no memory
+        return replace(costs, host=max(short - latency, 0.0), host_byte=byte)
+    return replace(costs, byte=byte)

@@ -225,6 +225,26 @@ class RowMoves:
         return sum(self.all_reduce(over).tune(calls[over]) for over in sorted(calls, key=sorted))
 
 
+def chained(first: Junction, second: Junction) -> Junction:
+    """One after the other."""
+    return lambda x, residual: second(*first(x, residual))
+
+
+def alone(move: Move) -> Junction:
+    """A move of the activation, the residual staying where it is."""
+    return lambda x, residual: (move(x, None), residual)
+
+
+def ridden(move: Move, bring: Callable[[Any], Any], keep: Callable[[Any], Any]) -> Junction:
+    """A move with a norm at its end: of the residual, brought here, and of which `keep` is what stays."""
+
+    def step(x: Any, residual: Any) -> tuple[Any, Any]:
+        x, residual = move(x, bring(residual))
+        return x, keep(residual)
+
+    return step
+
+
 def norm(tail: ResidualNorm | None, bring: Callable[[Any], Any], keep: Callable[[Any], Any]) -> Junction:
     """The residual, brought here, is added and the sum normalised; keep: what stays of it. tail None: only the sum."""
 
