@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.launch import MODELS, ROOT, SMOLLM, environment
 
 HOME = MODELS / "oracle" / hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-STEPS = 8
+STEPS, MANY = 8, 64
 TINY_PROMPTS = [[5], [7, 300, 2], [1, 2, 3, 4, 5, 6, 7], list(range(40, 52)), list(range(100, 120))]
 TEXTS = [
     "What is the capital of France?",
@@ -76,6 +76,18 @@ TINY = {
 }
 
 
+# long sequences over several ranks: prompts around a block of 8 positions on up to 4 ranks, and MANY steps
+LENGTHS = (1, 3, 2, 4, 8, 16, 17, 24, 25, 32, 33, 97)
+_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+CONTEXT = {
+    "context-llama-8-2": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "attention_bias": True}),
+    "context-llama-9-3": ("Llama", {"tie_word_embeddings": False} | _HEADS),
+    "context-qwen3": ("Qwen3", {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "context-window": ("Mistral", {"sliding_window": 11}),
+    "context-moe": ("Qwen3Moe", TINY["qwen3_moe"][1] | {"num_attention_heads": 8, "num_key_value_heads": 2}),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A checkpoint, prompts (token ids), and what transformers makes of them: logits [prompts, STEPS, vocab] fp32."""
@@ -100,7 +112,7 @@ def load(name: str) -> Case:
     return Case(path, facts["prompts"], facts["tokens"], load_file(HOME / f"{name}.safetensors")["logits"])
 
 
-def _answer(model, prompts):
+def _answer(model, prompts, steps):
     """Greedy continuation of each prompt alone, with the logits of every step."""
     import torch
 
@@ -108,7 +120,7 @@ def _answer(model, prompts):
     with torch.inference_mode():
         for prompt in prompts:
             step, cache, rows = torch.tensor([prompt]), None, []
-            for _ in range(STEPS):
+            for _ in range(steps):
                 out = model(step, past_key_values=cache, use_cache=True)
                 cache = out.past_key_values
                 rows.append(out.logits[0, -1].float())
@@ -118,10 +130,10 @@ def _answer(model, prompts):
     return torch.stack(logits), tokens
 
 
-def _keep(name, model, prompts):
+def _keep(name, model, prompts, steps=STEPS):
     from safetensors.torch import save_file
 
-    logits, tokens = _answer(model, prompts)
+    logits, tokens = _answer(model, prompts, steps)
     save_file({"logits": logits}, HOME / f"{name}.safetensors")
     (HOME / f"{name}.json").write_text(json.dumps({"prompts": prompts, "tokens": tokens}))
 
@@ -131,7 +143,8 @@ def main() -> None:
     import transformers
 
     HOME.mkdir(parents=True, exist_ok=True)
-    for index, (name, (kind, options)) in enumerate(TINY.items()):
+    many = [[(7 * i + 3 * length) % 331 for i in range(length)] for length in LENGTHS]
+    for index, (name, (kind, options)) in enumerate((TINY | CONTEXT).items()):
         torch.manual_seed(index)
         config = getattr(transformers, f"{kind}Config")(**_SIZES | options)
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -140,7 +153,7 @@ def main() -> None:
                 if "norm" in key or "bias" in key:  # ones and zeros would hide a wrong one
                     value.uniform_(0.5, 1.5)
         model.save_pretrained(HOME / name, max_shard_size="200KB")
-        _keep(name, model, TINY_PROMPTS)
+        _keep(name, model, *((many, MANY) if name in CONTEXT else (TINY_PROMPTS,)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM.parent, gguf_file=SMOLLM.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(SMOLLM.parent, gguf_file=SMOLLM.name, dtype=torch.float32)
     conversations = [[{"role": "user", "content": text}] for text in TEXTS]

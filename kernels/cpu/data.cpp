@@ -127,6 +127,27 @@ void sum(void* out, const void* const* in, int count, std::int64_t n, int dtype,
     with_type(dtype, [&]<class T>(T*) { sum_all<T, T>(static_cast<T*>(out), in, count, n, stream); });
 }
 
+template <class T>
+void blend_all(T* out, const T* const* in, const float* weights, int count, std::int64_t n) {
+    std::int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) {
+        Floats acc = {};
+        for (int s = 0; s < count; ++s) acc += load_vector(in[s] + i) * weights[s];
+        store_vector(out + i, acc);
+    }
+    for (; i < n; ++i) {
+        float acc = 0;
+        for (int s = 0; s < count; ++s) acc += load(in[s][i]) * weights[s];
+        out[i] = store<T>(acc);
+    }
+}
+
+void blend(void* out, const void* const* in, const float* weights, int count, std::int64_t n, int dtype) {
+    with_type(dtype, [&]<class T>(T*) {
+        blend_all<T>(static_cast<T*>(out), reinterpret_cast<const T* const*>(in), weights, count, n);
+    });
+}
+
 template <int N, class T>
 void sum_everywhere_n(T* const* everywhere, int count, std::int64_t n) {
     constexpr int kStep = 2;
@@ -351,7 +372,7 @@ void sum_packed(float* out, const void* const* in, int count, std::int64_t n) {
 }  // namespace
 
 extern const DataKernels data_table;
-const DataKernels data_table = {&copy, &add_two, &sum, &sum_everywhere, &finish, &post, &collect, &clear, &pack, &sum_packed, &round};
+const DataKernels data_table = {&copy, &add_two, &sum, &sum_everywhere, &finish, &post, &collect, &clear, &pack, &sum_packed, &round, &blend};
 
 }  // namespace SPMD_ISA
 }  // namespace spmd

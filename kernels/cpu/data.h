@@ -51,6 +51,8 @@ struct DataKernels {
     void (*sum_packed)(float* out, const void* const* in, int count, std::int64_t n);
     // out = T(sums) of n elements, or with e the epilogue of the rows from `row` on; sums are overwritten
     void (*round)(void* out, float* sums, std::int64_t n, int dtype, const Epilogue* e, std::int64_t row);
+    // out = T(weights[0] * in[0] + weights[1] * in[1] ...) in fp32
+    void (*blend)(void* out, const void* const* in, const float* weights, int count, std::int64_t n, int dtype);
 };
 
 const DataKernels& data_kernels();

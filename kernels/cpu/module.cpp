@@ -33,12 +33,12 @@ void rotate_store(Address qkv, Address rotation, Address cache, std::int64_t row
 }
 
 void attend(Address queries, Address cache, Address out, std::int64_t heads, std::int64_t kv_heads, std::int64_t d,
-            std::int64_t count, std::int64_t lead, std::int64_t share, int dtype) {
+            std::int64_t count, std::int64_t lead, std::int64_t share, Address stats, int dtype) {
     thread_local std::vector<float> scratch;
     if (scratch.size() < static_cast<std::size_t>(count + 2 * d)) scratch.resize(2 * (count + 2 * d));
     spmd::row_kernels().attend(reinterpret_cast<const void*>(queries), reinterpret_cast<const void*>(cache),
                                reinterpret_cast<void*>(out), heads, kv_heads, d, count, lead, share, scratch.data(),
-                               dtype);
+                               reinterpret_cast<float*>(stats), dtype);
 }
 
 void epilogue(Address sum, std::int64_t rows, std::int64_t n, int op, int dtype, Address bias, Address residual,

@@ -3,6 +3,7 @@
 #include "cpu/plane.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <poll.h>
 #include <sched.h>
@@ -590,6 +591,43 @@ int Plane::combine(std::uintptr_t in, const Tokens& mine, const std::int32_t* bo
         for (int i = 0; i < count; ++i) from[i] = std::exchange(next[ranks[i]], next[ranks[i]] + mine.row_bytes);
         data.sum(static_cast<char*>(out) + t * mine.row_bytes, from, count, n, dtype, false);
     }
+    return kDone;
+}
+
+// Attention over a sequence that is cut over the ranks: what each made of its part, combined by its softmax.
+int Plane::combine_parts(std::uintptr_t in, const Parts& parts, int dtype, void* out) {
+    if (broken_) return broken_;
+    const DataKernels& data = data_kernels();
+    Shared* shared = find(reinterpret_cast<const void*>(in));
+    const std::int64_t row_bytes = parts.width * size_of(dtype), all = parts.rows * parts.heads;
+    const Timer timer{*this, kAllToAll, all * (row_bytes + 8)};
+    const std::uint64_t place = (in - shared->addresses[rank_]) << 8 | std::uint64_t(shared->id + 1) << 40;
+    if (const int status = begin(kAllToAll, all * row_bytes, dtype, place)) return status;
+    arrive();
+    shared->read_in = call_;
+    if (const int status = wait_arrived(pass_)) return status;
+    const char* from[kMaxRanks];
+    for (int r = 0; r < size_; ++r)
+        from[r] = reinterpret_cast<const char*>(shared->addresses[r] + (in - shared->addresses[rank_]));
+    const std::int64_t behind = round_up(all * 8, kLine);
+    for (std::int64_t row = 0; row < parts.rows; ++row)
+        for (std::int64_t head = parts.first; head < parts.last; ++head) {
+            const std::int64_t at = row * parts.heads + head;
+            const void* seen[kMaxRanks];
+            float top[kMaxRanks], weight[kMaxRanks], best = 0, total = 0;
+            int count = 0;
+            for (int r = 0; r < size_; ++r) {
+                const float* stats = reinterpret_cast<const float*>(from[r]) + 2 * at;
+                if (stats[1] == 0) continue;  // it saw nothing: its row is not read
+                best = count == 0 || stats[0] > best ? stats[0] : best;
+                seen[count] = from[r] + behind + at * row_bytes;
+                top[count] = stats[0], weight[count++] = stats[1];
+            }
+            for (int i = 0; i < count; ++i) total += weight[i] *= std::exp(top[i] - best);
+            for (int i = 0; i < count; ++i) weight[i] /= total;
+            data.blend(out, seen, weight, count, parts.width, dtype);
+            out = static_cast<char*>(out) + row_bytes;
+        }
     return kDone;
 }
 

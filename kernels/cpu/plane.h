@@ -69,6 +69,11 @@ struct Tokens {
     const float* weights;
 };
 
+// Rows of attention over a part of a sequence: of `heads` heads, of which this rank is to have first ... last - 1.
+struct Parts {
+    std::int64_t rows, heads, first, last, width;
+};
+
 struct Total {
     std::int64_t calls = 0, bytes = 0, ns = 0;
 };
@@ -106,6 +111,10 @@ public:
                  std::int64_t signature);
     int combine(std::uintptr_t in, const Tokens& mine, const std::int32_t* bounds, std::int64_t room, std::int64_t n,
                 int dtype, void* out);
+    // What ranks made of their parts of a sequence, in lent memory: softmax stats [rows, heads] of (largest score, sum of
+    // exp(score - largest), 0: saw nothing) and, from the next line on, o [rows, heads, width], divided by that sum. out:
+    // the whole of this rank's heads, [rows, last - first, width].
+    int combine_parts(std::uintptr_t in, const Parts& parts, int dtype, void* out);
     std::array<std::int64_t, 5> arrivals(std::int64_t room, int k, std::int64_t row_bytes) const;
 
     // Symmetric memory by address: a tensor inside is read where it lies. lent: memory of the plane's own workspace,

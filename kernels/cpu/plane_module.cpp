@@ -245,6 +245,10 @@ void bind_plane(nb::module_& m) {
         .def("dispatch", &dispatch)
         .def("combine", &combine)
         .def("arrivals", &Plane::arrivals)
+        .def("combine_parts", [](Plane& plane, Address in, std::int64_t rows, std::int64_t heads, std::int64_t first,
+                                 std::int64_t last, std::int64_t width, int dtype, Address out) {
+            return checked(plane.combine_parts(in, {rows, heads, first, last, width}, dtype, at(out)));
+        })
         .def("add_region", &Plane::add_region)
         .def("remove_region", &Plane::remove_region)
         .def("symmetric", &Plane::symmetric)

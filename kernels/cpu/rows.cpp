@@ -85,9 +85,9 @@ float dot(const float* a, const T* b, std::int64_t d) {
     return lanes[0];
 }
 
-// scores[0 ... n) become exp(score - max); returns their sum.
-float exponentials(float* __restrict scores, std::int64_t n) {
-    float top = scores[0];
+// scores[0 ... n) become exp(score - max); returns their sum and, in top, the max.
+float exponentials(float* __restrict scores, std::int64_t n, float& top) {
+    top = scores[0];
     for (std::int64_t i = 1; i < n; ++i) top = scores[i] > top ? scores[i] : top;
     for (std::int64_t i = 0; i < n; ++i) scores[i] = exponential(scores[i] - top);
     float sum = 0;
@@ -97,7 +97,7 @@ float exponentials(float* __restrict scores, std::int64_t n) {
 
 template <class T>
 void attend_token(const T* queries, const T* cache, T* out, std::int64_t heads, std::int64_t kv_heads, std::int64_t d,
-                  std::int64_t count, std::int64_t lead, std::int64_t share, float* scratch) {
+                  std::int64_t count, std::int64_t lead, std::int64_t share, float* scratch, float* stats) {
     float *scores = scratch, *query = scores + count, *sum = query + d;
     const std::int64_t step = 2 * kv_heads * d;  // from one position of the cache to the next
     for (std::int64_t h = 0; h < heads; ++h) {
@@ -106,7 +106,9 @@ void attend_token(const T* queries, const T* cache, T* out, std::int64_t heads, 
         const float scale = 1.0f / std::sqrt(static_cast<float>(d));
         for (std::int64_t i = 0; i < d; ++i) query[i] = load(queries[h * d + i]) * scale, sum[i] = 0;
         for (std::int64_t p = 0; p < count; ++p) scores[p] = dot(query, keys + p * step, d);
-        const float total = exponentials(scores, count);
+        float top;
+        const float total = exponentials(scores, count, top);
+        if (stats) *stats++ = top, *stats++ = total;
         for (std::int64_t p = 0; p < count; ++p)
             for (std::int64_t i = 0; i < d; ++i) sum[i] += scores[p] * load(values[p * step + i]);
         for (std::int64_t i = 0; i < d; ++i) out[h * d + i] = store<T>(sum[i] / total);
@@ -133,10 +135,11 @@ void rotate_store(void* qkv, const float* rotation, void* cache, std::int64_t ro
 }
 
 void attend(const void* queries, const void* cache, void* out, std::int64_t heads, std::int64_t kv_heads,
-            std::int64_t d, std::int64_t count, std::int64_t lead, std::int64_t share, float* scratch, int dtype) {
+            std::int64_t d, std::int64_t count, std::int64_t lead, std::int64_t share, float* scratch, float* stats,
+            int dtype) {
     with_type(dtype, [&]<class T>(T*) {
         attend_token(static_cast<const T*>(queries), static_cast<const T*>(cache), static_cast<T*>(out), heads,
-                     kv_heads, d, count, lead, share, scratch);
+                     kv_heads, d, count, lead, share, scratch, stats);
     });
 }
 

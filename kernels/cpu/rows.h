@@ -18,10 +18,11 @@ struct RowKernels {
     void (*rotate_store)(void* qkv, const float* rotation, void* cache, std::int64_t rows, std::int64_t heads,
                          std::int64_t kv_heads, std::int64_t d, int dtype);
     // One token's queries [heads, d] over cache [count, 2, kv_heads, d] -> out [heads, d], softmax(q k / sqrt(d)) v in
-    // fp32. Query head h reads key/value head (lead + h) / share. scratch: count + 2 * d floats
+    // fp32. Query head h reads key/value head (lead + h) / share. scratch: count + 2 * d floats. stats (or null):
+    // [heads, 2], the largest score and the sum of exp(score - largest)
     void (*attend)(const void* queries, const void* cache, void* out, std::int64_t heads, std::int64_t kv_heads,
                    std::int64_t d, std::int64_t count, std::int64_t lead, std::int64_t share, float* scratch,
-                   int dtype);
+                   float* stats, int dtype);
     // sum [rows, e.n]: finished sums, not yet rounded, overwritten
     void (*epilogue)(float* sum, std::int64_t rows, const Epilogue& e);
 };

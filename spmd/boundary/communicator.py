@@ -16,18 +16,17 @@ from collections.abc import Callable, Sequence
 from collections.abc import Mapping as Dict
 from dataclasses import dataclass
 from functools import reduce
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Literal
 
 import torch
 
 from spmd.boundary.layout import State, Step
-from spmd.boundary.plan import Batch, LayerPlan, Options, Path, Plan, plan
+from spmd.boundary.plan import Batch, LayerPlan, Options, Path, Plan, needs, plan
 from spmd.collectives.costs import Costs
 from spmd.collectives.epilogue import ResidualNorm
 from spmd.collectives.moves import Junction, Move, Padding, RowMoves, alone, chained, norm, ridden
 from spmd.collectives.overlap import made
-from spmd.control.distributed import Distributed
 from spmd.memory.workspace import Workspace
 from spmd.topology.mapping import Mapping
 from spmd.topology.rows import rows_held
@@ -127,31 +126,37 @@ class StageCommunicator:
         self.mapping, self.norms, self.padding = mapping, list(norms), Padding((options or Options()).padding)
         last = len(norms) % 2 == 1
         found: dict[tuple[object, ...], Plan] = {}
-        self.plans: Dict[int, Plan] = {}
-        for rows in CLASSES:
-            batch = Batch(rows, hidden * dtype.itemsize)
+        self.plans: Dict[tuple[int, bool], Plan] = {}
+        for rows, cut in product(CLASSES, (False, True)):
+            batch = Batch(rows, hidden * dtype.itemsize, cut)
             one = plan(mapping, kinds, batch, costs, options, policy, last=last)
-            self.plans[rows] = found.setdefault((one.layers, one.finish), one)
-        self.binder = Binder(mapping, self.plans[CLASSES[0]].stage, hidden, dtype)
+            self.plans[rows, cut] = found.setdefault((one.layers, one.finish), one)
+        self.binder = Binder(mapping, one.stage, hidden, dtype)
+        # the ranks that attend to other rows than others do, in a step that is cut and in one that is not
+        self.cells = {cut: needs(one.stage, mapping, "attention", Options(), cut).takes for cut in (False, True)}
         groups = {step.over | step.gather for one in found.values() for step, _, _ in one.walk()} - {NONE}
         for digits in sorted(groups, key=sorted):
             Workspace.of(self.binder.group(digits))
-        self._control = Distributed.get(mapping).group("attn_dp") if mapping.attn_dp_size > 1 else None
-        self._bound: dict[tuple[tuple[int, ...], Padding], Bound] = {}
+        self._control = self.binder.group(self.cells[True]) if self.cells[True] else None
+        self._bound: dict[tuple[tuple[int, ...], Padding, bool], Bound] = {}
 
-    def agree(self, *numbers: int) -> tuple[tuple[int, ...], ...]:
-        """What every attention group has of each number, from this rank's; on the control plane, once a step."""
+    def agree(self, rows: int, sequences: int, cut: bool = False) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+        """On the control plane, once a step: the rows and the sequences of every attention group, of a step that is
+        `cut` for anybody the rows of every rank of it. All from what this rank has of them."""
         if self._control is None:
-            return tuple((number,) for number in numbers)
-        return tuple(map(tuple, self._control.allgather_int64(numbers).T.tolist()))
+            return (rows,), (sequences,), cut
+        everyone = self._control.allgather_int64((rows, sequences, cut))
+        cut = bool(everyone[:, 2].any())
+        alike = self.binder.stage.span(self.cells[True] - self.cells[False])
+        return tuple(everyone[:: 1 if cut else alike, 0].tolist()), tuple(everyone[::alike, 1].tolist()), cut
 
-    def plan_for(self, rows: int) -> Plan:
+    def plan_for(self, rows: int, cut: bool = False) -> Plan:
         """The plan of a batch of so many rows in all groups together."""
-        return self.plans[next((size for size in CLASSES if rows <= size), CLASSES[-1])]
+        return self.plans[next((size for size in CLASSES if rows <= size), CLASSES[-1]), cut]
 
-    def begin(self, counts: tuple[int, ...], decode: bool = False) -> Bound:
-        """The junctions for these rows of the attention groups; kept for the next step with the same."""
-        key = counts, self.padding.of(counts, decode)
+    def begin(self, counts: tuple[int, ...], decode: bool = False, cut: bool = False) -> Bound:
+        """The junctions for these rows, as `agree` gives them; kept for the next step with the same."""
+        key = counts, self.padding.of(counts, decode), cut
         if key not in self._bound:
             if len(self._bound) >= 64:  # prompts of many lengths
                 self._bound.clear()
@@ -162,16 +167,16 @@ class StageCommunicator:
         """Time the ways in which the all-reduces of such steps, by the rows of the attention groups, can be done: in a
         warm-up, collective over the stage. Returns the seconds it took, 0 where all is known."""
         sums = {
-            (step.over, self.binder.rows_here(self.binder.rows_of(counts), state.layout)): None
+            (step.over, self.binder.rows_here(self.binder.rows_of(counts, self.cells[False]), state.layout)): None
             for counts in steps
             for step, state, _ in self.plan_for(sum(counts)).walk()
             if step.op == "all_reduce"
         }
         return self.binder.tune(list(sums))
 
-    def _bind(self, counts: tuple[int, ...], padding: Padding) -> Bound:
-        chosen, binder = self.plan_for(sum(counts)), self.binder.padded(padding)
-        rows, pairs = binder.rows_of(counts), zip(self.norms[::2], self.norms[1::2], strict=False)
+    def _bind(self, counts: tuple[int, ...], padding: Padding, cut: bool) -> Bound:
+        chosen, binder = self.plan_for(sum(counts), cut), self.binder.padded(padding)
+        rows, pairs = binder.rows_of(counts, self.cells[cut]), zip(self.norms[::2], self.norms[1::2], strict=False)
         layers = [LayerCommunicator(binder, *layer, rows) for layer in zip(chosen.layers, pairs, strict=True)]
         tail = self.norms[-1] if len(self.norms) % 2 else None
         return Bound(layers, binder.bind(chosen.finish, tail, rows), bool(chosen.start.partial))

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from spmd.boundary.layout import State, Step, moves
 from spmd.collectives.costs import Costs
 from spmd.errors import InputError
-from spmd.topology.mapping import Mapping
+from spmd.topology.mapping import CpType, Mapping
 from spmd.topology.stage import NONE, Digits, Stage
 
 KINDS = ("dense", "moe")
@@ -28,10 +28,12 @@ Middle = Literal["norm", "add"]
 
 @dataclass(frozen=True)
 class Batch:
-    """A kind of forward: how many rows all ranks of a stage hold together, and the bytes of a row."""
+    """A kind of forward: how many rows all ranks of a stage hold together, the bytes of a row, and whether sequences
+    come cut over cp, as new ones do under RING and ULYSSES."""
 
     rows: int
     row_bytes: int
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,14 +135,18 @@ class Block:
     scattered: bool = False
 
 
-def needs(stage: Stage, mapping: Mapping, kind: str, options: Options) -> Block:
+def needs(stage: Stage, mapping: Mapping, kind: str, options: Options, cut: bool = False) -> Block:
     """What a block asks for: kind "attention", "dense" or "moe". InputError for one that no path can serve."""
+    ring, ulysses = mapping.cp_type == CpType.RING, mapping.cp_type == CpType.ULYSSES
+    apart = stage.of_axes("cp") if ring or ulysses else NONE  # FFN weights are the same along it
+    rows = apart if cut else NONE
     if kind == "attention":
-        layout = stage.of_axes("attn_dp")
-        return Block(layout, State(layout, stage.of_axes("attn_tp")))
+        sequence = stage.of_axes("attn_cp") if ring else apart
+        layout, owed = stage.of_axes("attn_dp") | (sequence if cut else NONE), stage.of_axes("attn_tp", "attn_cp")
+        return Block(layout, State(layout, owed - sequence))
     if kind == "dense":
         alone = Block(stage.every, State(stage.every), True)
-        return alone if options.dense_dp else Block(NONE, State(NONE, stage.every))
+        return alone if options.dense_dp else Block(rows, State(rows, stage.every - apart))
     if kind != "moe":
         raise InputError(f"unknown kind of layer {kind!r}: it is one of {', '.join(KINDS)}")
     if mapping.dwdp_size > 1:
@@ -151,9 +157,10 @@ def needs(stage: Stage, mapping: Mapping, kind: str, options: Options) -> Block:
     if "moe_tp" not in stage.axes:
         if options.a2a or mapping.moe_cluster_size > 1:
             Stage.of(mapping)  # says why the views do not fit
-        return Block(NONE, State(NONE, stage.every))
+        return Block(rows, State(rows, stage.every - apart))
     owed = stage.of_axes("moe_tp") if options.a2a else stage.of_axes("moe_tp", "moe_ep")
-    return Block(stage.every - owed, State(stage.every - owed, owed), options.a2a)
+    layout = stage.every - owed - (NONE if cut else apart)
+    return Block(layout, State(layout, owed), options.a2a)
 
 
 class Boundary:
@@ -287,16 +294,15 @@ def plan(
     costs, options = costs or Costs(), options or Options()
     if policy not in ("cost", "seed"):
         raise InputError(f"unknown policy {policy!r}: it is cost or seed")
-    if mapping.cp_size > 1:
-        raise InputError(f"cp_size {mapping.cp_size} ({mapping.cp_type}) has no plan: use cp_size 1")
     try:
         stage = Stage.of(mapping, experts=mapping.dwdp_size <= 1)
     except InputError:
         stage = Stage.of(mapping, experts=False)
     boundary = Boundary(stage, batch, costs, mapping.gpus_per_node)
-    attention = needs(stage, mapping, "attention", options)
-    blocks = [(attention, needs(stage, mapping, kind, options)) for kind in layers]
-    start = State(attention.takes, attention.leaves.partial if options.input_scattered else NONE)
+    attention = needs(stage, mapping, "attention", options, batch.cut)
+    blocks = [(attention, needs(stage, mapping, kind, options, batch.cut)) for kind in layers]
+    owed = attention.leaves.partial & stage.of_axes("attn_tp")  # the embedding is cut over it
+    start = State(attention.takes, owed if options.input_scattered else NONE)
     end: Middle = "norm" if last else "add"
     if policy == "seed":
         from spmd.boundary.seed import stack as paths_of

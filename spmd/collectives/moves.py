@@ -22,6 +22,7 @@ from spmd.control.mpi import Group
 from spmd.control.record import OPS
 from spmd.memory.workspace import Workspace
 from spmd.topology.mapping import Mapping
+from spmd.topology.radix import Radix
 from spmd.topology.rows import pieces_of, rows_held
 from spmd.topology.stage import NONE, Digits, Stage
 
@@ -86,10 +87,16 @@ class RowMoves:
             self._moe_all_reduces[digits] = MoEAllReduce(group=self.group(digits))
         return self._moe_all_reduces[digits]
 
-    def rows_of(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Rows of the finest blocks: those of each attention group, cut evenly over its ranks."""
-        k = self.radix.size // self.stage.span(self.stage.axes["attn_dp"])
-        return tuple((i + 1) * n // k - i * n // k for n in counts for i in range(k))
+    def rows_of(self, counts: Sequence[int], held: Digits) -> tuple[int, ...]:
+        """Rows of the finest blocks: counts, of ranks that hold different rows along `held`, each cut evenly."""
+        cells, rest = ([d for d in self.radix.sizes if (d in held) == inside] for inside in (True, False))
+        here, inner = (Radix({d: self.radix.sizes[d] for d in digits}) for digits in (cells, rest))
+
+        def number(radix: Radix, block: int) -> int:
+            return sum(self.radix.coordinate(block, digit) * radix.strides[digit] for digit in radix.sizes)
+
+        places = [(counts[number(here, block)], number(inner, block)) for block in range(self.radix.size)]
+        return tuple((i + 1) * n // inner.size - i * n // inner.size for n, i in places)
 
     def route(
         self, rows: tuple[int, ...], held: Digits, over: Digits, gather: Digits, cut: Digits

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -15,11 +16,13 @@ from spmd.boundary.plan import Options
 from spmd.collectives import gather
 from spmd.collectives.costs import Costs
 from spmd.collectives.overlap import Partial
+from spmd.context import base as context
+from spmd.context import of as context_of
 from spmd.control.distributed import Distributed
 from spmd.memory.workspace import Workspace
 from spmd.models.config import ModelConfig
 from spmd.models.weights import Checkpoint
-from spmd.nn.attention import Attention, Chunk, KvCache
+from spmd.nn.attention import Attention, Cache, Chunk
 from spmd.nn.embedding import VocabParallelEmbedding
 from spmd.nn.experts import Experts
 from spmd.nn.linear import Linear, Source, TensorParallelMode
@@ -58,7 +61,9 @@ class Layer:
             assert config.moe is not None
             self.mlp = Experts(config.hidden, config.moe, mapping, dtype, options.a2a)
         else:
-            self.mlp = Mlp(config, Mapping() if options.dense_dp else mapping, dtype)
+            helix = mapping.has_cp_helix()  # whose cp ranks are tp ranks here
+            shared = mapping.repurpose_helix_cp_to_tp() if helix else mapping
+            self.mlp = Mlp(config, Mapping() if options.dense_dp else shared, dtype)
 
 
 class Decoder:
@@ -67,7 +72,8 @@ class Decoder:
     Between stages travels the finished hidden state [T, hidden]. forward(x, chunks, caches) takes token ids [T] int64
     on the first stage and hidden states elsewhere; the last stage returns logits [len(chunks), vocab] of each chunk's
     last token (fp32, on every rank of the attention group), the others hidden states [T, hidden]. Under attention DP
-    the tokens are those of this rank's group, also none, and all groups call together.
+    the tokens are those of this rank's group, also none, and all groups call together. Under RING and ULYSSES the first
+    stage still takes all tokens of new sequences, and a rank's hidden states are those of its part of them (`rows`).
 
     options, policy, costs: of the boundary plan. The groups are made at first use of `communicator`, by all together.
     """
@@ -83,6 +89,7 @@ class Decoder:
     ) -> None:
         self.config, self.mapping, self.dtype = config, mapping, dtype
         self.first, self.last = mapping.is_first_pp_rank(), mapping.is_last_pp_rank()
+        self.context = context_of(mapping, config.attention.num_heads)
         self.options, self.policy, self.costs = options or Options(), policy, costs
         stage = mapping.pp_layers(config.num_layers)
         self.layers = [Layer(config, index, mapping, dtype, self.options) for index in stage]
@@ -91,13 +98,14 @@ class Decoder:
         self.head: VocabParallelEmbedding | None = None
         table = (config.vocab_size, config.hidden, dtype, mapping)
         whole = mapping.enable_lm_head_tp_in_adp
+        axis = "tp" if mapping.has_cp_ulysses() else "attn_tp"  # ranks that have the same rows, cut or not
         if self.first or (self.last and config.tied and not whole):
-            self.embed = VocabParallelEmbedding(*table, "attn_tp")
+            self.embed = VocabParallelEmbedding(*table, axis)
         if self.last:
             self.norm = RMSNorm(config.hidden, config.eps, dtype)
             self.head = self.embed
             if not config.tied or whole:
-                self.head = VocabParallelEmbedding(*table, "tp" if whole else "attn_tp")
+                self.head = VocabParallelEmbedding(*table, "tp" if whole else axis)
 
     @cached_property
     def communicator(self) -> StageCommunicator:
@@ -120,25 +128,26 @@ class Decoder:
                 Workspace.of(layer.mlp.group)  # nothing is made for the first time in a forward
         return self.communicator.tune([(count,) * self.mapping.attn_dp_size for count in dict.fromkeys(rows)])
 
-    def new_caches(self, slots: int, max_length: int) -> list[KvCache]:
+    def new_caches(self, slots: int, max_length: int) -> list[Cache]:
         """An empty KV cache for each layer of this stage."""
-        d = self.config.attention.head_dim
-        return [KvCache(slots, max_length, layer.attention.num_kv_heads, d, self.dtype) for layer in self.layers]
+        return [layer.attention.new_cache(slots, max_length, self.dtype) for layer in self.layers]
 
     def forward(
         self,
         x: torch.Tensor,
         chunks: list[Chunk],
-        caches: Sequence[KvCache],
+        caches: Sequence[Cache],
         hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """hidden: is given, for every layer of this stage, a copy of the hidden states that entered it."""
         communicator = self.communicator
-        counts, sequences = communicator.agree(len(x), len(chunks))
-        step = communicator.begin(counts, decode=counts == sequences)
-        positions = [torch.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks]
-        rotation = self.rotary.at(positions[0] if len(positions) == 1 else torch.cat([torch.arange(0), *positions]))
+        places = [torch.arange(of.start + part.start, of.start + part.stop) for of, part in self._held(chunks)]
+        here = sum(map(len, places))
+        counts, sequences, cut = communicator.agree(here, len(chunks), context.cut(self.context, chunks))
+        step = communicator.begin(counts, decode=counts == sequences, cut=cut)
+        rotation = self.rotary.at(places[0] if len(places) == 1 else torch.cat([torch.arange(0), *places]))
         if self.first:
+            x = x[self._own_tokens(chunks)] if cut and len(chunks) else x
             assert self.embed is not None
             x = self.embed.partial(x) if step.embedding_owed else self.embed(x)
         residual = None
@@ -149,14 +158,47 @@ class Decoder:
             x, residual = between.prepare_mlp(layer.attention(x, rotation, chunks, cache), residual)
             x, residual = between.postprocess_layer(layer.mlp(x, between.sizes), residual)
         x, residual = step.finish(x, residual)
-        return self._logits(x, chunks, sequences) if self.last else x
+        if not self.last:
+            return x
+        return self._logits(self._last_tokens(x, chunks, cut), chunks, sequences)
+
+    def _held(self, chunks: Sequence[Chunk]) -> list[tuple[Chunk, range]]:
+        """The chunks, piece by piece of those whose tokens are on this rank."""
+        return [(chunk, part) for chunk, parts in context.held(self.context, chunks) for part in parts]
+
+    def rows(self, chunks: Sequence[Chunk]) -> int:
+        """How many of these chunks' rows this rank has, and a pipeline stage hands on to the next."""
+        return sum(len(part) for _, part in self._held(chunks))
+
+    def _own_tokens(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Where they are among all tokens of the chunks."""
+        starts = dict(zip(map(id, chunks), accumulate((chunk.length for chunk in chunks), initial=0), strict=False))
+        return torch.cat(
+            [torch.arange(starts[id(of)] + part.start, starts[id(of)] + part.stop) for of, part in self._held(chunks)]
+        )
+
+    def _last_tokens(self, x: torch.Tensor, chunks: list[Chunk], cut: bool) -> torch.Tensor:
+        """The row of each chunk's last token, on all ranks that share the chunks."""
+        if not cut or self.context is None:
+            return x if len(x) == len(chunks) else x[torch.tensor([chunk.length for chunk in chunks]).cumsum(0) - 1]
+        found: list[list[int]] = []  # of every rank the chunks whose last token it has
+        for rank in range(self.context.size):
+            pieces = [self.context.pieces(chunk.length, rank) or [] for chunk in chunks]
+            found.append([i for i, of in enumerate(pieces) if any(chunks[i].length - 1 in part for part in of)])
+        at, ends = 0, {}
+        for chunk, part in self._held(chunks):
+            at += len(part)
+            if chunk.length - 1 in part:
+                ends[id(chunk)] = at - 1
+        mine = x[torch.tensor([ends[id(chunks[i])] for i in found[self.context.rank]], dtype=torch.int64)]
+        rows = gather.all_gather(mine, self.context.group, dim=0, sizes=list(map(len, found)))
+        order = torch.tensor([i for of in found for i in of], dtype=torch.int64)
+        return rows[order.argsort()]
 
     def _logits(self, x: torch.Tensor, chunks: list[Chunk], sequences: tuple[int, ...]) -> torch.Tensor:
-        """Of each chunk's last token. sequences: the chunks of every attention group."""
+        """x: of each chunk's last token. sequences: the chunks of every attention group."""
         assert self.head is not None
-        if len(x) != len(chunks):
-            x = x[torch.tensor([chunk.length for chunk in chunks]).cumsum(0) - 1]
-        if self.head.axis == "attn_tp":
+        if not self.mapping.enable_lm_head_tp_in_adp:
             return self.head.logits(x).float()
         group = Distributed.get(self.mapping).along("attn_dp")  # all tokens by all ranks, and then one's own again
         scores = self.head.logits(gather.all_gather(x, group, dim=0, sizes=sequences))

@@ -23,6 +23,7 @@ from spmd.control.pipeline import PipelineComm, Receiving
 from spmd.errors import InputError
 from spmd.models.decoder import Decoder
 from spmd.nn.attention import Chunk
+from spmd.topology.mapping import Mapping
 from spmd.topology.split import split
 
 
@@ -46,6 +47,11 @@ class Generation:
     ttft_ns: int = 0  # until every prompt has its first token
     decode_ns: int = 0
     logits: list[list[torch.Tensor]] = field(default_factory=list)
+
+
+def leads(mapping: Mapping) -> bool:
+    """Whether this rank is the first of those that attend to the same sequences."""
+    return mapping.attn_tp_rank == mapping.attn_cp_rank == 0
 
 
 def sample(logits: torch.Tensor, how: Sampling, prompt: int, position: int) -> int:
@@ -163,7 +169,7 @@ class _Run:
         """Post the receive of the previous stage's activations."""
         if self.mapping.is_first_pp_rank():
             return None
-        rows = sum(chunk.length for chunk in self.own(chunks))
+        rows = self.decoder.rows(self.own(chunks))
         return self.pipeline.irecv(torch.empty(rows, self.decoder.config.hidden, dtype=self.decoder.dtype))
 
     def forward(self, chunks: list[Chunk], receiving: Receiving | None) -> None:
@@ -182,7 +188,7 @@ class _Run:
         tokens = []
         for row, prompt in enumerate(chunk.slot for chunk in own):
             position = len(self.made.tokens[prompt])
-            if self.keep_logits and self.mapping.attn_tp_rank == 0:
+            if self.keep_logits and leads(self.mapping):
                 self.made.logits[prompt].append(out[row].clone())
             if self.forced is None:
                 tokens.append(sample(out[row], self.how, prompt, position))
@@ -197,8 +203,9 @@ class _Run:
         """The new tokens of all chunks, from those of this rank's attention group: one rank's choice is everybody's."""
         mapping = self.mapping
         dist = Distributed.get(mapping)
-        if mapping.attn_tp_size > 1:
-            tokens = dist.along("attn_tp").broadcast_int64(tokens).tolist()
+        together = mapping.attention.group(mapping.rank, "attn_tp", "attn_cp")
+        if len(together) > 1:
+            tokens = dist.along("attention", together).broadcast_int64(tokens).tolist()
         if mapping.attn_dp_size == 1:
             return tokens
         padded = tokens + [0] * (len(chunks) - len(tokens))

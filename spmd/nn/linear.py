@@ -139,6 +139,10 @@ class Linear:
         """What finishes the sum of a ROW layer."""
         return AllReduce(group=self.group)
 
+    def leave_bias(self) -> None:
+        """Another rank's partial result has it: for sums that go over more than the layer's axis."""
+        self._partial_bias = None
+
     def partial(self, input: torch.Tensor) -> Partial:
         """A ROW layer's part of the sum over its group, still owed: input [T, local in], not even multiplied yet."""
         return Partial(self._product, input, self.weight.shape[0])

@@ -93,22 +93,31 @@ def rotate_store_reference(qkv: torch.Tensor, rotation: torch.Tensor, cache: tor
     cache[:, 1] = qkv[:, -kv_heads:]
 
 
-def attend(queries: torch.Tensor, cache: torch.Tensor, heads: int, lead: int, share: int) -> torch.Tensor:
+def attend(
+    queries: torch.Tensor, cache: torch.Tensor, heads: int, lead: int, share: int, stats: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention of one token over its sequence's cache: softmax(q k / sqrt(d)) v in fp32 -> [1, heads * d].
 
     queries: [1, heads or more, d], of which the first `heads` are used; cache: [count, 2, kv_heads, d]. Query head h
-    reads key/value head (lead + h) // share.
+    reads key/value head (lead + h) // share. stats: fp32 [heads, 2], is given each head's largest score, and the sum of
+    exp(score - largest).
     """
     if not _native(queries, cache):
-        return attend_reference(queries, cache, heads, lead, share)
+        return attend_reference(queries, cache, heads, lead, share, stats)
     count, _, kv_heads, d = cache.shape
     out = torch.empty((1, heads * d), dtype=queries.dtype)
     at = queries.data_ptr(), cache.data_ptr(), out.data_ptr()
-    _cpu.attend(*at, heads, kv_heads, d, count, lead, share, _CODES[out.dtype])
+    to = 0 if stats is None else stats.data_ptr()
+    _cpu.attend(*at, heads, kv_heads, d, count, lead, share, to, _CODES[out.dtype])
     return out
 
 
-def attend_reference(queries: torch.Tensor, cache: torch.Tensor, heads: int, lead: int, share: int) -> torch.Tensor:
+def attend_reference(
+    queries: torch.Tensor, cache: torch.Tensor, heads: int, lead: int, share: int, stats: torch.Tensor | None = None
+) -> torch.Tensor:
     keys, values = cache[:, :, [(lead + head) // share for head in range(heads)]].float().permute(1, 2, 0, 3)
     scores = torch.einsum("hd,hpd->hp", queries[0, :heads].float(), keys) * queries.shape[-1] ** -0.5
+    if stats is not None:
+        stats[:, 0] = scores.amax(-1)
+        stats[:, 1] = (scores - stats[:, :1]).exp().sum(-1)
     return torch.einsum("hp,hpd->hd", scores.softmax(-1), values).reshape(1, -1).to(queries.dtype)
