@@ -40,7 +40,9 @@ def options() -> job.Options:
     add("--model", metavar="PATH", help="Hugging Face directory or GGUF file (default: a tiny random decoder)")
     add("--tp", type=int, metavar="N", help="tensor-parallel ranks (default: all that pp and cp leave)")
     add("--pp", type=int, metavar="N", help="pipeline stages (default 1)")
-    add("--cp", type=int, metavar="N", help="context-parallel ranks (only 1 so far)")
+    add("--cp", type=int, metavar="N", help="context-parallel ranks (default: 1)")
+    add("--cp-type", metavar="T", default="ulysses", help="ulysses (default), ring or helix")
+    add("--kv-block", type=int, metavar="B", help="positions that lie together on a rank under helix (default 32)")
     for name in ("attn-dp", "moe-tp", "moe-ep", "moe-cluster"):
         add(f"--{name}", type=int, default=-1, metavar="N", help="see python -m spmd.topo")
     add("--dwdp", type=int, default=0, metavar="N", help="ranks that share their experts' weights")
@@ -88,8 +90,13 @@ def layout(args: argparse.Namespace, world: int, rank: int) -> Mapping:
     for name, value in (("--tp", args.tp), ("--pp", args.pp), ("--cp", args.cp)):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, but got {value}")
-    if cp > 1:
-        raise InputError(f"--cp {cp}: context parallelism does not exist yet, use --cp 1 and a larger --tp or --pp")
+    cp_config: dict[str, Any] = {"cp_type": args.cp_type}
+    if args.kv_block is not None:
+        if args.cp_type.lower() != "helix":
+            raise InputError(f"--kv-block {args.kv_block} is of --cp-type helix, but got {args.cp_type}")
+        if args.kv_block < 1:
+            raise InputError(f"--kv-block must be at least 1, but got {args.kv_block}")
+        cp_config["tokens_per_block"] = args.kv_block
     tp = args.tp or max(world // (pp * cp), 1)
     if tp * pp * cp != world:
         raise InputError(
@@ -104,7 +111,9 @@ def layout(args: argparse.Namespace, world: int, rank: int) -> Mapping:
             raise InputError(f"--pp-partition {args.pp_partition!r} must be counts like 10,12,8") from None
     sizes = {f"{axis}_size": getattr(args, axis) for axis in ("attn_dp", "moe_tp", "moe_ep", "moe_cluster")}
     sizes |= {"dwdp_size": args.dwdp, "dwdp_rank": rank % args.dwdp if args.dwdp > 1 else 0}
-    return Mapping(world, rank, tp_size=tp, pp_size=pp, cp_size=cp, pp_partition=partition, **sizes)
+    return Mapping(
+        world, rank, tp_size=tp, pp_size=pp, cp_size=cp, cp_config=cp_config, pp_partition=partition, **sizes
+    )
 
 
 def check(args: argparse.Namespace) -> None:
@@ -290,9 +299,9 @@ class Job:
         """On rank 0: the same forward on one rank alone. Returns a line for the report, and whether it agrees."""
         import torch
 
-        from spmd.models.generate import generate
+        from spmd.models.generate import generate, leads
 
-        here = self.mapping.is_last_pp_rank() and self.mapping.attn_tp_rank == 0
+        here = self.mapping.is_last_pp_rank() and leads(self.mapping)
         own = {prompt: torch.stack(rows).numpy() for prompt, rows in enumerate(made.logits) if here and rows}
         everyone = self.dist.gather(own)
         line, agrees = "", True

@@ -7,6 +7,8 @@ OPTIONS = {
     "--tp": None,
     "--pp": None,
     "--cp": None,
+    "--cp-type": "ulysses",
+    "--kv-block": None,
     "--attn-dp": -1,
     "--moe-tp": -1,
     "--moe-ep": -1,

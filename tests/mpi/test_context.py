@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from spmd import Mapping
-from spmd.boundary.plan import Options
 from spmd.control import mpi
 from spmd.control.pipeline import init_pp_comm
-from spmd.errors import InputError
 from spmd.models.decoder import Decoder
 from spmd.models.generate import Sampling, generate, leads
 from spmd.models.weights import open_checkpoint
