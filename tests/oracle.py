@@ -50,6 +50,27 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
+# 9 heads that no small number but 3 divides; the first layer is dense, the others have 8 experts in 4 groups
+_LATENT = {
+    "hidden_size": 72,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 9,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
+
 # name -> (class, options): architectures first, then variants of what a configuration can say
 TINY = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -68,6 +89,13 @@ TINY = {
         {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "norm_topk_prob": True}
         | {"mlp_only_layers": [0, 2], "tie_word_embeddings": False},
     ),
+    "deepseek_v2": ("DeepseekV2", _LATENT | {"topk_method": "group_limited_greedy", "tie_word_embeddings": False}),
+    "deepseek_v2-noq": ("DeepseekV2", _LATENT | {"q_lora_rank": None, "topk_method": "greedy", "attention_bias": True}),
+    "deepseek_v3": ("DeepseekV3", _LATENT | {"norm_topk_prob": True, "num_nextn_predict_layers": 0}),
+    "deepseek_v3-yarn": (
+        "DeepseekV3",
+        _LATENT | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "num_nextn_predict_layers": 0},
+    ),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
     "llama-llama3": ("Llama", {"rope_parameters": _LLAMA3}),
@@ -84,6 +112,8 @@ CONTEXT = {
     "context-llama-9-3": ("Llama", {"tie_word_embeddings": False} | _HEADS),
     "context-qwen3": ("Qwen3", {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "context-window": ("Mistral", {"sliding_window": 11}),
+    "context-deepseek_v2": TINY["deepseek_v2"],
+    "context-deepseek_v3": TINY["deepseek_v3"],
     "context-moe": ("Qwen3Moe", TINY["qwen3_moe"][1] | {"num_attention_heads": 8, "num_key_value_heads": 2}),
 }
 
@@ -152,6 +182,9 @@ def main() -> None:
             for key, value in model.named_parameters():
                 if "norm" in key or "bias" in key:  # ones and zeros would hide a wrong one
                     value.uniform_(0.5, 1.5)
+            for key, value in model.named_buffers():
+                if "correction_bias" in key:
+                    value.uniform_(-0.2, 0.2)
         model.save_pretrained(HOME / name, max_shard_size="200KB")
         _keep(name, model, *((many, MANY) if name in CONTEXT else (TINY_PROMPTS,)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM.parent, gguf_file=SMOLLM.name)

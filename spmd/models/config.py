@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spmd.errors import InputError
-from spmd.models.kinds import EXPERTS, layer_kinds
+from spmd.models.kinds import EXPERTS, layer_kinds, num_experts
 from spmd.nn.attention import AttentionConfig
 from spmd.nn.experts import MoeConfig
-from spmd.nn.rotary import PARAMETERS, RopeConfig
+from spmd.nn.mla import LatentConfig
+from spmd.nn.rotary import PARAMETERS, RopeConfig, grown
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -22,6 +23,8 @@ ARCHITECTURES = {
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 
 
@@ -34,7 +37,7 @@ class ModelConfig:
     vocab_size: int
     num_layers: int
     intermediate: int
-    attention: AttentionConfig
+    attention: AttentionConfig | LatentConfig
     rope: RopeConfig
     mlp_bias: bool
     tied: bool
@@ -55,7 +58,7 @@ class ModelConfig:
     def kind(self, layer: int) -> str:
         return self.kinds[layer] if self.kinds else "dense"
 
-    def layer_attention(self, layer: int) -> AttentionConfig:
+    def layer_attention(self, layer: int) -> AttentionConfig | LatentConfig:
         """The attention of one layer: its window may be its own."""
         return replace(self.attention, window=self.windows[layer])
 
@@ -143,15 +146,18 @@ def from_hf(values: Dict[str, Any], where: str, generation: Dict[str, Any] | Non
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     layers, positions = read.count("num_hidden_layers"), read.count("max_position_embeddings")
     rope = dict(read.mapping("rope_parameters") or read.mapping("rope_scaling") or {})
-    head_dim, stored = read.count("head_dim", hidden // heads), Reader(rope, f"{where}: rope")
-    bias = read.flag("attention_bias")
+    latent = family.startswith("deepseek")
+    head_dim = read.count("qk_rope_head_dim") if latent else read.count("head_dim", hidden // heads)
+    stored, bias = Reader(rope, f"{where}: rope"), read.flag("attention_bias")
     ends = Reader(generation, "generation_config.json") if generation and "eos_token_id" in generation else read
     return ModelConfig(
         family=family,
         vocab_size=read.count("vocab_size"),
         num_layers=layers,
         intermediate=read.count("intermediate_size"),
-        attention=AttentionConfig(
+        attention=_latent(read, rope, hidden, heads)
+        if latent
+        else AttentionConfig(
             hidden=hidden,
             num_heads=heads,
             num_kv_heads=read.count("num_key_value_heads", heads),
@@ -179,15 +185,41 @@ def from_hf(values: Dict[str, Any], where: str, generation: Dict[str, Any] | Non
     )
 
 
+def _latent(read: Reader, rope: dict[str, Any], hidden: int, heads: int) -> LatentConfig:
+    """DeepSeek's attention. What YaRN's mscale_all_dim grows queries and keys by is in the scale of the scores."""
+    nope, turned = read.count("qk_nope_head_dim"), read.count("qk_rope_head_dim")
+    stored, scale = Reader(rope, f"{read.where}: rope"), (nope + turned) ** -0.5
+    everywhere = stored.real("mscale_all_dim", None)
+    if everywhere and (stored.text("rope_type", None) or stored.text("type", "default")) != "default":
+        scale *= grown(everywhere, stored.real("factor")) ** 2
+    return LatentConfig(
+        hidden=hidden,
+        num_heads=heads,
+        q_lora_rank=read.count("q_lora_rank", None),
+        kv_lora_rank=read.count("kv_lora_rank"),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=turned,
+        v_head_dim=read.count("v_head_dim"),
+        scale=scale,
+        bias=read.flag("attention_bias"),
+        eps=read.real("rms_norm_eps"),
+        rope_interleave=read.flag("rope_interleave", True),
+    )
+
+
 def _moe(family: str, read: Reader) -> MoeConfig | None:
     """The sparse layers of the families that have them."""
-    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"):
+        return None
+    if family.startswith("deepseek") and not num_experts(read.values):
         return None
     mixtral = family == "mixtral"
     stored = next((key for key in EXPERTS if key in read.values), EXPERTS[0])  # the name depends on who wrote the file
     experts, k = read.count(stored), read.count("num_experts_per_tok")
     if k > experts:
         raise InputError(f"{read.where}: num_experts_per_tok is {k}, but there are {experts} experts")
+    if family.startswith("deepseek"):
+        return _deepseek_moe(family, read, experts, k)
     shared = read.count("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
     return MoeConfig(
         num_experts=experts,
@@ -196,6 +228,28 @@ def _moe(family: str, read: Reader) -> MoeConfig | None:
         normalise=mixtral or read.flag("norm_topk_prob"),
         shared=shared,
         shared_gate=shared > 0,
+    )
+
+
+def _deepseek_moe(family: str, read: Reader, experts: int, k: int) -> MoeConfig:
+    """V2: softmax, weights as they are; a group is as good as its best expert. V3: sigmoid, a bias that only chooses;
+    a group is as good as its two best, and weights may be normalised."""
+    third, width = family == "deepseek_v3", read.count("moe_intermediate_size")
+    limited = third or read.text("topk_method", "greedy") == "group_limited_greedy"
+    groups, kept = (read.count("n_group", 1), read.count("topk_group", 1)) if limited else (1, 1)
+    if experts % groups or kept > groups:
+        raise InputError(f"{read.where}: {experts} experts in n_group {groups}, of which topk_group is {kept}")
+    return MoeConfig(
+        num_experts=experts,
+        top_k=k,
+        intermediate=width,
+        normalise=third and read.flag("norm_topk_prob", True),
+        scoring="sigmoid" if third else "softmax",
+        groups=groups,
+        kept_groups=kept,
+        group_score=2 if third else 1,
+        scale=read.real("routed_scaling_factor", 1.0),
+        shared=width * read.index("n_shared_experts", 0),
     )
 
 
@@ -212,7 +266,8 @@ def _rope(head_dim: int, theta: float, kind: str, parameters: dict[str, Any], po
 def _windows(family: str, read: Reader, layers: int) -> tuple[int | None, ...]:
     """Sliding window of each layer: Mistral's on all, Qwen's only when switched on, on the layers the file names."""
     size = read.index("sliding_window", 0) or None
-    if size is None or family == "llama" or (family.startswith("qwen") and not read.flag("use_sliding_window")):
+    never = family in ("llama", "deepseek_v2", "deepseek_v3")
+    if size is None or never or (family.startswith("qwen") and not read.flag("use_sliding_window")):
         return (None,) * layers
     kinds = read.texts("layer_types", None)
     if kinds is None:

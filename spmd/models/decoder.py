@@ -26,6 +26,7 @@ from spmd.nn.attention import Attention, Cache, Chunk
 from spmd.nn.embedding import VocabParallelEmbedding
 from spmd.nn.experts import Experts
 from spmd.nn.linear import Linear, Source, TensorParallelMode
+from spmd.nn.mla import LatentAttention, LatentConfig
 from spmd.nn.norm import RMSNorm
 from spmd.nn.rotary import Rotary
 from spmd.nn.rows import swiglu
@@ -54,7 +55,12 @@ class Layer:
     def __init__(self, config: ModelConfig, index: int, mapping: Mapping, dtype: torch.dtype, options: Options) -> None:
         self.index, self.kind = index, config.kind(index)
         self.attn_norm = RMSNorm(config.hidden, config.eps, dtype)
-        self.attention = Attention(config.layer_attention(index), mapping, dtype)
+        a = config.layer_attention(index)
+        self.attention: Attention | LatentAttention
+        if isinstance(a, LatentConfig):
+            self.attention = LatentAttention(a, mapping, dtype)
+        else:
+            self.attention = Attention(a, mapping, dtype)
         self.mlp_norm = RMSNorm(config.hidden, config.eps, dtype)
         self.mlp: Mlp | Experts
         if self.kind == "moe":
@@ -211,7 +217,7 @@ class Decoder:
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Read this rank's slices. Errors: InputError naming a tensor that is missing, misshapen or unreadable."""
-        c, a = self.config, self.config.attention
+        c = self.config
         if self.embed is not None:
             self.embed.load_shard(checkpoint.read("model.embed_tokens.weight", (c.vocab_size, c.hidden)))
         if self.last:
@@ -219,20 +225,15 @@ class Decoder:
         if self.head is not None and self.head is not self.embed:
             name = "model.embed_tokens.weight" if c.tied else "lm_head.weight"
             self.head.load_shard(checkpoint.read(name, (c.vocab_size, c.hidden)))
-        q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-        shapes = {"q_proj": (q, c.hidden), "k_proj": (kv, c.hidden), "v_proj": (kv, c.hidden), "o_proj": (c.hidden, q)}
         ffn = {"gate_proj": (c.intermediate, c.hidden), "up_proj": (c.intermediate, c.hidden)}
         for layer in self.layers:
             name = f"model.layers.{layer.index}."
             for norm, stored in ((layer.attn_norm, "input_layernorm"), (layer.mlp_norm, "post_attention_layernorm")):
                 self._load_norm(checkpoint, norm, f"{name}{stored}.weight")
-            for head_norm, stored in ((layer.attention.q_norm, "q_norm"), (layer.attention.k_norm, "k_norm")):
-                if head_norm is not None:
-                    self._load_norm(checkpoint, head_norm, f"{name}self_attn.{stored}.weight")
-            weights = [checkpoint.read(f"{name}self_attn.{part}.weight", shape) for part, shape in shapes.items()]
-            biased = [part for part in shapes if (a.output_bias if part == "o_proj" else a.qkv_bias)]
-            biases = [checkpoint.read(f"{name}self_attn.{part}.bias", shapes[part][:1]) for part in biased]
-            layer.attention.load_shard(weights, biases, checkpoint.interleaved)
+            if isinstance(layer.attention, LatentAttention):
+                self._load_latent(checkpoint, layer.attention, f"{name}self_attn.")
+            else:
+                self._load_attention(checkpoint, layer.attention, f"{name}self_attn.")
             if isinstance(layer.mlp, Experts):
                 self._load_experts(checkpoint, layer.mlp, name)
                 continue
@@ -242,6 +243,34 @@ class Decoder:
             down = checkpoint.read(f"{name}mlp.down_proj.weight", (c.hidden, c.intermediate))
             bias = checkpoint.read(f"{name}mlp.down_proj.bias", (c.hidden,)) if c.mlp_bias else None
             layer.mlp.down_proj.load_shard(down, bias)
+
+    def _load_attention(self, checkpoint: Checkpoint, attention: Attention, name: str) -> None:
+        a, hidden = attention.config, self.config.hidden
+        q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        shapes = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        for head_norm, stored in ((attention.q_norm, "q_norm"), (attention.k_norm, "k_norm")):
+            if head_norm is not None:
+                self._load_norm(checkpoint, head_norm, f"{name}{stored}.weight")
+        weights = [checkpoint.read(f"{name}{part}.weight", shape) for part, shape in shapes.items()]
+        biased = [part for part in shapes if (a.output_bias if part == "o_proj" else a.qkv_bias)]
+        biases = [checkpoint.read(f"{name}{part}.bias", shapes[part][:1]) for part in biased]
+        attention.load_shard(weights, biases, checkpoint.interleaved)
+
+    def _load_latent(self, checkpoint: Checkpoint, attention: LatentAttention, name: str) -> None:
+        a, hidden = attention.config, self.config.hidden
+        down, up = a.kv_lora_rank + a.qk_rope_head_dim, a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
+        shapes: dict[str, tuple[int, ...]] = {"kv_a_proj_with_mqa": (down, hidden), "kv_a_layernorm": (a.kv_lora_rank,)}
+        shapes |= {"kv_b_proj": (up, a.kv_lora_rank), "o_proj": (hidden, a.num_heads * a.v_head_dim)}
+        if a.q_lora_rank is None:
+            shapes["q_proj"] = (a.num_heads * a.head_dim, hidden)
+        else:
+            shapes |= {"q_a_proj": (a.q_lora_rank, hidden), "q_a_layernorm": (a.q_lora_rank,)}
+            shapes["q_b_proj"] = (a.num_heads * a.head_dim, a.q_lora_rank)
+        weights = {part: checkpoint.read(f"{name}{part}.weight", shape) for part, shape in shapes.items()}
+        biased = [part for part in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if a.bias and part in shapes]
+        attention.load_shard(
+            weights, {part: checkpoint.read(f"{name}{part}.bias", shapes[part][:1]) for part in biased}
+        )
 
     def _load_experts(self, checkpoint: Checkpoint, experts: Experts, name: str) -> None:
         moe, hidden = experts.config, self.config.hidden
@@ -257,8 +286,12 @@ class Decoder:
         experts.gate.copy_(gate[slice(0, moe.num_experts), slice(0, hidden)])
         for number in experts.own:
             experts.load_expert(number, *three(f"{block}experts.{number}.", moe.intermediate))
+        if experts.bias is not None:
+            stored = checkpoint.read(f"{block}gate.e_score_correction_bias", (moe.num_experts,))
+            experts.bias.copy_(stored[(slice(0, moe.num_experts),)])
         if moe.shared:
-            experts.load_shared(*three(f"{block}shared_expert.", moe.shared))
+            plural = "s" if self.config.family.startswith("deepseek") else ""
+            experts.load_shared(*three(f"{block}shared_expert{plural}.", moe.shared))
         if experts.shared_gate is not None:
             stored = checkpoint.read(f"{block}shared_expert_gate.weight", (1, hidden))
             experts.shared_gate.copy_(stored[slice(0, 1), slice(0, hidden)])

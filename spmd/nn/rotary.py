@@ -98,15 +98,17 @@ def _yarn(plain: torch.Tensor, config: RopeConfig) -> torch.Tensor:
     return plain / p["factor"] * ramp + plain * (1 - ramp)
 
 
-def _yarn_attention_factor(p: dict[str, Any]) -> float:
-    def grown(mscale: float) -> float:
-        return 0.1 * mscale * math.log(p["factor"]) + 1.0 if p["factor"] > 1 else 1.0
+def grown(mscale: float, factor: float) -> float:
+    """What YaRN makes vectors longer by in a context `factor` times as long."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
+
+def _yarn_attention_factor(p: dict[str, Any]) -> float:
     if p.get("attention_factor") is not None:
         return float(p["attention_factor"])
     if p.get("mscale") and p.get("mscale_all_dim"):
-        return grown(p["mscale"]) / grown(p["mscale_all_dim"])
-    return grown(1.0)
+        return grown(p["mscale"], p["factor"]) / grown(p["mscale_all_dim"], p["factor"])
+    return grown(1.0, p["factor"])
 
 
 class Rotary:

@@ -67,6 +67,13 @@ def test_variants_equal_transformers(name):
     compare(name, mpi.world().size, 1, 5)
 
 
+@pytest.mark.ranks(1, 2, 3, 4, 5)
+@pytest.mark.parametrize("tp,pp", LAYOUTS[SIZE])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_equals_transformers(name, tp, pp):
+    compare(name, tp, pp, 5)
+
+
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("microbatches", [2, 3, 5, 9])
 def test_microbatches_change_nothing(microbatches):
@@ -132,7 +139,7 @@ def divisors(n):
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-SPARSE = {"mixtral": 5, "qwen2_moe": 7, "qwen3_moe": 8}  # their experts
+SPARSE = {"mixtral": 5, "qwen2_moe": 7, "qwen3_moe": 8, "deepseek_v2": 8, "deepseek_v3": 8}  # their experts
 
 
 def expert_layouts(world):

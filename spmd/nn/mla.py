@@ -1,0 +1,218 @@
+"""Latent attention: keys and values of all heads are made from one short row per token, and only that is cached.
+
+    latent = norm(kv_a(x)),  rotary key = rotate(kv_a'(x))      what the cache holds: [kv_lora_rank + rope]
+    k_h = [W_UK_h latent, rotary key],  v_h = W_UV_h latent      of head h
+    q_h . k_h = [W_UK_h^T q_h, rotated part of q_h] . [latent, rotary key]
+
+The last line is the absorbed form: queries meet the cached rows as one key/value head that all heads share, whose value
+is the latent itself, and W_UV comes after. It is used wherever there are rows in the cache; a whole new prompt on ranks
+that hold all of it makes keys and values instead, which takes fewer operations.
+Source: DeepSeek-AI, DeepSeek-V2, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from spmd import context
+from spmd.collectives.overlap import Partial
+from spmd.context.base import Chunk, SequenceCache, visible
+from spmd.context.softmax import attend
+from spmd.errors import InputError
+from spmd.nn.attention import Cache
+from spmd.nn.linear import Linear, Source, TensorParallelMode
+from spmd.nn.norm import RMSNorm
+from spmd.nn.rotary import interleave
+from spmd.topology.mapping import CpType, Mapping
+
+_EPS = 1e-6  # of the norms of the two latents, whatever the model's is
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Sizes and options of one layer. q_lora_rank None: queries are projected at once; scale: of the scores, with what
+    YaRN multiplies; window None: there is none."""
+
+    hidden: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scale: float
+    bias: bool = False  # of the two down projections and of o_proj
+    eps: float = 1e-6
+    window: int | None = None
+    rope_interleave: bool = True  # stored rotary pairs are adjacent
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """See `context.base.Heads`: absorbed queries [T, count, latent + rope], of which all read the same rows."""
+
+    count: int
+    value_width: int
+    scale: float
+    window: int | None = None
+
+    def part(self, heads: range) -> LatentHeads:
+        return replace(self, count=len(heads))
+
+    def rows_of(self, rows: torch.Tensor, heads: range) -> torch.Tensor:
+        return rows
+
+    def keys_values(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = rows.unsqueeze(1).expand(-1, self.count, -1)
+        return keys, keys[..., : self.value_width]
+
+    def attend_one(self, queries: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = rows.float()
+        scores = torch.mm(queries[0].float(), seen.t()) * self.scale
+        top = scores.amax(1, keepdim=True)
+        weights = (scores - top).exp_()
+        total = weights.sum(1, keepdim=True)
+        o = torch.mm(weights, seen[:, : self.value_width]) / total
+        return o.to(queries.dtype).unsqueeze(0), torch.cat([top, total], 1).unsqueeze(0)
+
+
+class LatentAttention:
+    """forward(x [T, hidden], rotation [T, rope / 2] complex64, chunks, cache) -> Partial [T, hidden], as `Attention`'s.
+
+    Heads are split over attn_tp, also unevenly; the two down projections are whole on every rank. Errors: InputError
+    when heads do not cover the ranks, or a slot of the cache is full.
+    """
+
+    def __init__(self, config: LatentConfig, mapping: Mapping, dtype: torch.dtype) -> None:
+        self.config, c = config, config
+        self.context = context.of(mapping, c.num_heads)
+        self.heads = self.output = mapping.q_heads(c.num_heads)
+        if self.context is not None:
+            self.heads, self.output = self.context.heads, self.context.output_heads
+        axis = "tp" if mapping.has_cp_ulysses() else "attn_tp"
+        column, row = TensorParallelMode.COLUMN, TensorParallelMode.ROW
+        own = [range(self.heads.start * c.head_dim, self.heads.stop * c.head_dim)]
+        narrow = c.q_lora_rank or c.hidden
+        self.q_a_proj = Linear(c.hidden, c.q_lora_rank, c.bias, dtype, mapping) if c.q_lora_rank else None
+        self.q_a_norm = RMSNorm(c.q_lora_rank, _EPS, dtype) if c.q_lora_rank else None
+        self.q_b_proj = Linear(narrow, c.num_heads * c.head_dim, False, dtype, mapping, column, own=own, axis=axis)
+        self.kv_a_proj = Linear(c.hidden, c.kv_lora_rank + c.qk_rope_head_dim, c.bias, dtype, mapping)
+        self.kv_a_norm = RMSNorm(c.kv_lora_rank, _EPS, dtype)
+        self.up_k = torch.empty(len(self.heads), c.qk_nope_head_dim, c.kv_lora_rank, dtype=dtype)
+        self.up_v = torch.empty(len(self.output), c.v_head_dim, c.kv_lora_rank, dtype=dtype)
+        columns = [range(self.output.start * c.v_head_dim, self.output.stop * c.v_head_dim)]
+        width = c.num_heads * c.v_head_dim
+        self.o_proj = Linear(width, c.hidden, c.bias, dtype, mapping, row, own=columns, axis=axis)
+        if mapping.cp_type == CpType.HELIX and mapping.attn_cp_rank > 0:
+            self.o_proj.leave_bias()  # the sum goes over attn_cp as well
+        self._heads = LatentHeads(len(self.heads), c.kv_lora_rank, c.scale)
+
+    def new_cache(self, slots: int, max_length: int, dtype: torch.dtype) -> SequenceCache:
+        """An empty cache for what this rank keeps of sequences of up to max_length tokens."""
+        capacity = max_length if self.context is None else self.context.capacity(max_length)
+        return SequenceCache(slots, capacity, (self.config.kv_lora_rank + self.config.qk_rope_head_dim,), dtype)
+
+    def load_shard(self, weights: dict[str, Source], biases: dict[str, Source]) -> None:
+        """Copy this rank's part of the stored tensors: q_a_proj, q_a_layernorm and q_b_proj, or q_proj alone;
+        kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj and o_proj; biases by the same names."""
+        c = self.config
+        if self.q_a_proj is not None and self.q_a_norm is not None:
+            self.q_a_proj.load_shard(weights["q_a_proj"], biases.get("q_a_proj"))
+            self.q_a_norm.weight.copy_(weights["q_a_layernorm"][(slice(0, c.q_lora_rank),)])
+        self.q_b_proj.load_shard(weights["q_b_proj" if self.q_a_proj is not None else "q_proj"])
+        self.kv_a_proj.load_shard(weights["kv_a_proj_with_mqa"], biases.get("kv_a_proj_with_mqa"))
+        self.kv_a_norm.weight.copy_(weights["kv_a_layernorm"][(slice(0, c.kv_lora_rank),)])
+        each = c.qk_nope_head_dim + c.v_head_dim
+        for target, heads, part in (
+            (self.up_k, self.heads, slice(0, c.qk_nope_head_dim)),
+            (self.up_v, self.output, slice(c.qk_nope_head_dim, each)),
+        ):
+            rows = weights["kv_b_proj"][slice(heads.start * each, heads.stop * each), slice(0, c.kv_lora_rank)]
+            target.copy_(rows.view(len(heads), each, c.kv_lora_rank)[:, part])
+        self.o_proj.load_shard(weights["o_proj"], biases.get("o_proj"))
+        if not c.rope_interleave:
+            rope = c.qk_rope_head_dim
+            queries = self.q_b_proj.weight.view(len(self.heads), c.head_dim, -1)
+            for target in (*(head[-rope:] for head in queries), self.kv_a_proj.weight[-rope:]):
+                target.copy_(interleave(target, rope))
+            if self.kv_a_proj.bias is not None:
+                self.kv_a_proj.bias[-rope:] = interleave(self.kv_a_proj.bias[-rope:], rope)
+
+    def project(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, heads, nope + rope] and cache rows [T, latent + rope], both rotated."""
+        c = self.config
+        if self.q_a_proj is not None and self.q_a_norm is not None:
+            queries = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        else:
+            queries = self.q_b_proj(x)
+        queries, rows = queries.view(-1, len(self.heads), c.head_dim), self.kv_a_proj(x)
+        latent = self.kv_a_norm(rows[:, : c.kv_lora_rank].contiguous())
+        key = rotate(rows[:, None, c.kv_lora_rank :], rotation)[:, 0]
+        turned = rotate(queries[..., c.qk_nope_head_dim :], rotation)
+        return torch.cat([queries[..., : c.qk_nope_head_dim], turned], -1), torch.cat([latent, key], -1)
+
+    def absorb(self, queries: torch.Tensor) -> torch.Tensor:
+        """[T, heads, nope + rope] -> [T, heads, latent + rope]: queries of cache rows."""
+        flat = torch.bmm(queries[..., : self.config.qk_nope_head_dim].transpose(0, 1), self.up_k).transpose(0, 1)
+        return torch.cat([flat, queries[..., self.config.qk_nope_head_dim :]], -1)
+
+    def finish(self, o: torch.Tensor) -> torch.Tensor:
+        """Of the output heads, latents [T, H, latent] -> values [T, H, v]."""
+        return torch.bmm(o.transpose(0, 1), self.up_v.mT).transpose(0, 1)
+
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor, chunks: Sequence[Chunk], cache: Cache) -> Partial:
+        """Store the chunks' latents in the cache and attend over what it then holds; shapes: see the class."""
+        assert isinstance(cache, SequenceCache), "made by new_cache"
+        queries, rows = self.project(x, rotation)
+        if self.context is not None:
+            o = self.finish(self.context.attend(self.absorb(queries), rows, self._heads, chunks, cache))
+        else:
+            outs, at = [queries.new_empty(0, len(self.output), self.config.v_head_dim)], 0
+            for chunk in chunks:
+                here = slice(at, at + chunk.length)
+                outs.append(self._one(queries[here], rows[here], chunk, cache))
+                at += chunk.length
+            o = torch.cat(outs)
+        return self.o_proj.partial(o.flatten(1))
+
+    __call__ = forward
+
+    def _one(self, queries: torch.Tensor, rows: torch.Tensor, chunk: Chunk, cache: SequenceCache) -> torch.Tensor:
+        """One chunk: [L, heads, v]."""
+        positions = torch.arange(chunk.start, chunk.start + chunk.length)
+        cache.append(chunk.slot, rows, positions, chunk.start)
+        if chunk.start == 0 and chunk.length > 1:
+            return self.expanded(queries, rows)
+        seen, known = cache[chunk.slot]
+        absorbed = self.absorb(queries)
+        if chunk.length == 1:
+            return self.finish(self._heads.attend_one(absorbed, seen)[0])
+        mask = visible(positions, known, None)
+        return self.finish(attend(absorbed, *self._heads.keys_values(seen), self._heads.scale, mask)[0])
+
+    def expanded(self, queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Causal attention of a whole prompt over itself by keys and values: [L, heads, v]."""
+        c = self.config
+        latent, key = rows.split([c.kv_lora_rank, c.qk_rope_head_dim], 1)
+        nope, values = (torch.matmul(latent, up.mT).transpose(0, 1) for up in (self.up_k, self.up_v))
+        keys = torch.cat([nope, key[:, None].expand(-1, len(self.heads), -1)], -1)
+        if c.v_head_dim > c.head_dim:
+            raise InputError(f"values of {c.v_head_dim} channels are wider than keys of {c.head_dim}")
+        return attend(queries, keys, values, c.scale, causal=True)[0]
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """x [T, H, d], channels in adjacent pairs, by rotation complex64 [T, d / 2], in fp32."""
+    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous()) * rotation.unsqueeze(1)
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
