@@ -97,10 +97,10 @@ def exchange(
     lent = None
     if workspace is not None:
         behind = -(-stats.nbytes // _LINE) * _LINE
-        lent = workspace.lend((behind + o.nbytes,), torch.uint8)
+        lent = workspace.lend((max(behind + o.nbytes, _LINE),), torch.uint8)
     if workspace is not None and lent is not None:
         lent[: stats.nbytes].view(torch.float32).view(stats.shape).copy_(stats)
-        lent[behind:].view(o.dtype).view(o.shape).copy_(o)
+        lent[behind : behind + o.nbytes].view(o.dtype).view(o.shape).copy_(o)
         if group.checked:
             group.agree(f"helix all-to-all {describe(o)} shares {[len(share) for share in shares]}")
         out = o.new_empty(len(o), len(own), o.shape[2])
