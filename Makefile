@@ -47,6 +47,7 @@ bench: $(STAMP) $(MODEL)
 	$(PY) bench/boundary.py
 	$(PY) bench/moe.py
 	$(PY) bench/attention_dp.py
+	$(PY) bench/context.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from spmd.collectives.gather import allgather, alltoall, cp_allgather, reducescatter
     from spmd.collectives.moe import MoEAllReduce, MoEAllReduceParams
     from spmd.collectives.strategy import AllReduceStrategy
+    from spmd.context.helix import alltoall_helix
     from spmd.control.distributed import Distributed
     from spmd.memory.symmetric import symmetric_empty
     from spmd.nn.linear import Linear, TensorParallelMode
@@ -37,6 +38,7 @@ _HOME = {
     "TensorParallelMode": "spmd.nn.linear",
     "allgather": "spmd.collectives.gather",
     "alltoall": "spmd.collectives.gather",
+    "alltoall_helix": "spmd.context.helix",
     "cp_allgather": "spmd.collectives.gather",
     "exchange": "spmd.collectives.exchange",
     "reducescatter": "spmd.collectives.gather",
@@ -59,6 +61,7 @@ __all__ = [
     "TensorParallelMode",
     "allgather",
     "alltoall",
+    "alltoall_helix",
     "cp_allgather",
     "exchange",
     "reducescatter",

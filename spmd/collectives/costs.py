@@ -28,7 +28,7 @@ class Costs:
     """
 
     latency: float = 5.0
-    per_rank: float = 2.5
+    per_rank: float = 1.0
     host: float = 20.0
     byte: float = 1e-4
     host_byte: float = 1e-3

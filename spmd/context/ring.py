@@ -82,7 +82,7 @@ class Ring:
             cache.append(chunk.slot, rows[here], positions, 0)
             outs.append(self._sequence(queries[here], rows[here], heads, chunk.length))
             at = here.stop
-        return torch.cat(outs)
+        return torch.cat(outs) if len(outs) > 2 else outs[-1]
 
     def _tiles(self, length: int, rank: int) -> list[range]:
         """A rank's part of a sequence as tiles of positions."""
