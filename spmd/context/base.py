@@ -55,8 +55,13 @@ class SequenceCache:
         self._filled = [0] * slots
 
     def append(self, slot: int, rows: torch.Tensor, positions: torch.Tensor, start: int) -> None:
-        """start: of the chunk that they are of; 0: a new sequence takes the slot. InputError when it is full."""
-        at = self._filled[slot] if start else 0
+        """What comes from position `start` on takes the place of all that was there. InputError when it is full."""
+        at = self._filled[slot]
+        kept = self._positions[slot, :at] < start
+        if not kept.all():
+            at = int(kept.sum())
+            self._rows[slot][:at] = self._rows[slot][: len(kept)][kept]
+            self._positions[slot, :at] = self._positions[slot, : len(kept)][kept]
         end = at + len(rows)
         if end > len(self._rows[slot]):
             raise InputError(f"{end} positions in a KV cache of {len(self._rows[slot])}: raise max_length")

@@ -235,10 +235,22 @@ def _deepseek_moe(family: str, read: Reader, experts: int, k: int) -> MoeConfig:
     """V2: softmax, weights as they are; a group is as good as its best expert. V3: sigmoid, a bias that only chooses;
     a group is as good as its two best, and weights may be normalised."""
     third, width = family == "deepseek_v3", read.count("moe_intermediate_size")
-    limited = third or read.text("topk_method", "greedy") == "group_limited_greedy"
-    groups, kept = (read.count("n_group", 1), read.count("topk_group", 1)) if limited else (1, 1)
-    if experts % groups or kept > groups:
-        raise InputError(f"{read.where}: {experts} experts in n_group {groups}, of which topk_group is {kept}")
+    known = {"topk_method": ("noaux_tc",) if third else ("greedy", "group_limited_greedy")}
+    known["scoring_func"] = ("sigmoid",) if third else ("softmax",)
+    for key, values in known.items():
+        if read.text(key, values[0]) not in values:
+            raise InputError(
+                f"{read.where}: {key} {read.values[key]!r} of {family} is not supported: {' or '.join(values)}"
+            )
+    if read.flag("mlp_bias"):
+        raise InputError(f"{read.where}: mlp_bias is not supported in a model with experts, only false")
+    limited, score = third or read.text("topk_method", "greedy") == "group_limited_greedy", 2 if third else 1
+    groups, kept = (read.count("n_group"), read.count("topk_group")) if limited else (1, 1)
+    if experts % groups or kept > groups or k > kept * (experts // groups) or score > experts // groups:
+        raise InputError(
+            f"{read.where}: num_experts_per_tok {k} cannot be chosen from topk_group {kept} of n_group {groups} groups "
+            f"of {experts} experts"
+        )
     return MoeConfig(
         num_experts=experts,
         top_k=k,
@@ -247,8 +259,8 @@ def _deepseek_moe(family: str, read: Reader, experts: int, k: int) -> MoeConfig:
         scoring="sigmoid" if third else "softmax",
         groups=groups,
         kept_groups=kept,
-        group_score=2 if third else 1,
-        scale=read.real("routed_scaling_factor", 1.0),
+        group_score=score,
+        scale=read.real("routed_scaling_factor", 2.5 if third else 1.0),
         shared=width * read.index("n_shared_experts", 0),
     )
 

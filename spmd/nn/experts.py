@@ -57,7 +57,7 @@ def choose(
     scores = scores.sigmoid() if config.scoring == "sigmoid" else scores.softmax(-1)
     judged = scores if bias is None else scores + bias
     if config.groups > 1:
-        grouped = judged.view(len(judged), config.groups, -1)
+        grouped = judged.unflatten(1, (config.groups, -1))
         of_group = grouped.topk(config.group_score, dim=-1).values.sum(-1)
         kept = torch.zeros_like(of_group).scatter_(1, of_group.topk(config.kept_groups, dim=-1).indices, 1).bool()
         judged = judged.masked_fill(~kept.repeat_interleave(grouped.shape[-1], dim=1), float("-inf"))

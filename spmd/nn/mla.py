@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from spmd import context
 from spmd.collectives.overlap import Partial
-from spmd.context.base import Chunk, SequenceCache, visible
+from spmd.context.base import Chunk, SequenceCache
 from spmd.context.softmax import attend
-from spmd.errors import InputError
-from spmd.nn.attention import Cache
+from spmd.nn.attention import Cache, KvCache
 from spmd.nn.linear import Linear, Source, TensorParallelMode
 from spmd.nn.norm import RMSNorm
 from spmd.nn.rotary import interleave
@@ -87,6 +87,13 @@ class LatentHeads:
         return o.to(queries.dtype).unsqueeze(0), torch.cat([top, total], 1).unsqueeze(0)
 
 
+class LatentCache(KvCache):
+    """What one layer keeps of whole sequences: rows [slots, max_length, latent + rope], read like those of KvCache."""
+
+    def __init__(self, slots: int, max_length: int, width: int, dtype: torch.dtype) -> None:
+        self._slots = list(torch.empty(slots, max_length, width, dtype=dtype))
+
+
 class LatentAttention:
     """forward(x [T, hidden], rotation [T, rope / 2] complex64, chunks, cache) -> Partial [T, hidden], as `Attention`'s.
 
@@ -118,10 +125,12 @@ class LatentAttention:
             self.o_proj.leave_bias()  # the sum goes over attn_cp as well
         self._heads = LatentHeads(len(self.heads), c.kv_lora_rank, c.scale)
 
-    def new_cache(self, slots: int, max_length: int, dtype: torch.dtype) -> SequenceCache:
+    def new_cache(self, slots: int, max_length: int, dtype: torch.dtype) -> Cache:
         """An empty cache for what this rank keeps of sequences of up to max_length tokens."""
-        capacity = max_length if self.context is None else self.context.capacity(max_length)
-        return SequenceCache(slots, capacity, (self.config.kv_lora_rank + self.config.qk_rope_head_dim,), dtype)
+        width = self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        if self.context is None:
+            return LatentCache(slots, max_length, width, dtype)
+        return SequenceCache(slots, self.context.capacity(max_length), (width,), dtype)
 
     def load_shard(self, weights: dict[str, Source], biases: dict[str, Source]) -> None:
         """Copy this rank's part of the stored tensors: q_a_proj, q_a_layernorm and q_b_proj, or q_proj alone;
@@ -173,33 +182,44 @@ class LatentAttention:
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor, chunks: Sequence[Chunk], cache: Cache) -> Partial:
         """Store the chunks' latents in the cache and attend over what it then holds; shapes: see the class."""
-        assert isinstance(cache, SequenceCache), "made by new_cache"
         queries, rows = self.project(x, rotation)
-        if self.context is not None:
+        if isinstance(cache, SequenceCache):
+            assert self.context is not None
             o = self.finish(self.context.attend(self.absorb(queries), rows, self._heads, chunks, cache))
         else:
-            outs, at = [queries.new_empty(0, len(self.output), self.config.v_head_dim)], 0
-            for chunk in chunks:
-                here = slice(at, at + chunk.length)
-                outs.append(self._one(queries[here], rows[here], chunk, cache))
-                at += chunk.length
-            o = torch.cat(outs)
+            o = self._whole(queries, rows, chunks, cache)
         return self.o_proj.partial(o.flatten(1))
 
     __call__ = forward
 
-    def _one(self, queries: torch.Tensor, rows: torch.Tensor, chunk: Chunk, cache: SequenceCache) -> torch.Tensor:
-        """One chunk: [L, heads, v]."""
-        positions = torch.arange(chunk.start, chunk.start + chunk.length)
-        cache.append(chunk.slot, rows, positions, chunk.start)
-        if chunk.start == 0 and chunk.length > 1:
-            return self.expanded(queries, rows)
-        seen, known = cache[chunk.slot]
-        absorbed = self.absorb(queries)
+    def _whole(
+        self, queries: torch.Tensor, rows: torch.Tensor, chunks: Sequence[Chunk], cache: KvCache
+    ) -> torch.Tensor:
+        """Attention of the chunks where a rank holds all of their sequences: [T, heads, v]."""
+        lengths = [chunk.length for chunk in chunks]
+        for chunk, new in zip(chunks, rows.split(lengths), strict=True):
+            cache[chunk.slot, chunk.start : chunk.start + chunk.length].copy_(new)
+        fresh = [chunk.start == 0 and chunk.length > 1 for chunk in chunks]
+        if not any(fresh):  # W_UK and W_UV are then read once for all sequences
+            parts = zip(chunks, self.absorb(queries).split(lengths), strict=True)
+            none = queries.new_empty(0, len(self.heads), self.config.kv_lora_rank)
+            return self.finish(torch.cat([none, *(self.absorbed(part, chunk, cache) for chunk, part in parts)]))
+        return torch.cat(
+            [
+                self.expanded(own, new) if alone else self.finish(self.absorbed(self.absorb(own), chunk, cache))
+                for alone, chunk, own, new in zip(
+                    fresh, chunks, queries.split(lengths), rows.split(lengths), strict=True
+                )
+            ]
+        )
+
+    def absorbed(self, queries: torch.Tensor, chunk: Chunk, cache: KvCache) -> torch.Tensor:
+        """Absorbed queries [L, heads, latent + rope] of a chunk over the cached rows up to it: [L, heads, latent]."""
+        seen = cache[chunk.slot, 0 : chunk.start + chunk.length]
         if chunk.length == 1:
-            return self.finish(self._heads.attend_one(absorbed, seen)[0])
-        mask = visible(positions, known, None)
-        return self.finish(attend(absorbed, *self._heads.keys_values(seen), self._heads.scale, mask)[0])
+            return self._heads.attend_one(queries, seen)[0]
+        mask = torch.arange(len(seen)) <= torch.arange(chunk.start, len(seen)).unsqueeze(1)
+        return attend(queries, *self._heads.keys_values(seen), self._heads.scale, mask)[0]
 
     def expanded(self, queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Causal attention of a whole prompt over itself by keys and values: [L, heads, v]."""
@@ -207,8 +227,8 @@ class LatentAttention:
         latent, key = rows.split([c.kv_lora_rank, c.qk_rope_head_dim], 1)
         nope, values = (torch.matmul(latent, up.mT).transpose(0, 1) for up in (self.up_k, self.up_v))
         keys = torch.cat([nope, key[:, None].expand(-1, len(self.heads), -1)], -1)
-        if c.v_head_dim > c.head_dim:
-            raise InputError(f"values of {c.v_head_dim} channels are wider than keys of {c.head_dim}")
+        if c.v_head_dim > c.head_dim:  # `attend` takes no wider values; channels of zeros change no score
+            queries, keys = (F.pad(part, (0, c.v_head_dim - c.head_dim)) for part in (queries, keys))
         return attend(queries, keys, values, c.scale, causal=True)[0]
 
 

@@ -95,8 +95,9 @@ SHARED = {  # attention DP: (tp, pp, attn_dp) of a world
 @pytest.mark.parametrize("tp,pp,attn_dp", SHARED.get(mpi.world().size, []))
 @pytest.mark.parametrize("batch", [1, 5])  # 1: all groups but one are idle all the time
 @pytest.mark.parametrize("policy", ["cost", "seed"])
-def test_attention_dp_equals_transformers(tp, pp, attn_dp, batch, policy):
-    compare("qwen3", tp, pp, batch, attn_dp_size=attn_dp, policy=policy)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
+def test_attention_dp_equals_transformers(name, tp, pp, attn_dp, batch, policy):
+    compare(name, tp, pp, batch, attn_dp_size=attn_dp, policy=policy)
 
 
 VARIANTS = {
@@ -179,7 +180,7 @@ def test_experts_in_every_layout_equal_transformers(name, tp, pp, attn_dp, moe_t
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
 def test_experts_in_the_memory_of_peers_equal_transformers(name):
     """Every rank attends to its own prompts and runs all experts, each of which one rank holds."""
     size = mpi.world().size
@@ -218,15 +219,16 @@ TOKENS = {  # of the attention groups; None: the group's rank has no prompt
 @pytest.mark.parametrize("counts", TOKENS.get(mpi.world().size, []), ids=str)
 @pytest.mark.parametrize("policy", ["cost", "seed"])
 @pytest.mark.parametrize("a2a", [False, True])
-def test_hidden_states_and_logits_of_uneven_groups_equal_those_of_one_rank(counts, policy, a2a):
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_hidden_states_and_logits_of_uneven_groups_equal_those_of_one_rank(name, counts, policy, a2a):
     size, rank = mpi.world().size, mpi.world().rank
     mapping = Mapping(size, rank, tp_size=size, attn_dp_size=size, moe_ep_size=size)
     texts = [[(7 * i + 13 * group) % 331 for i in range(count)] for group, count in enumerate(counts)]
     own = [texts[rank]] if texts[rank] else []
-    logits, many, _ = prefill("qwen3_moe", mapping, own, Options(a2a=a2a), policy)
+    logits, many, _ = prefill(name, mapping, own, Options(a2a=a2a), policy)
     assert len(many) == 4
     if own:
-        wanted, alone, _ = prefill("qwen3_moe", Mapping(), own)
+        wanted, alone, _ = prefill(name, Mapping(), own)
         assert (logits - wanted).abs().max() <= 5e-4
         for a, b in zip(many, alone, strict=True):
             assert a.shape == b.shape and (a - b).abs().max() <= 5e-4

@@ -49,6 +49,12 @@ def test_only_the_best_groups_are_looked_at(of_group):
         assert numbers.tolist() == sorted(allowed, key=lambda e: -row[e])[:3]
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_no_rows_choose_nothing(groups):
+    ids, weights = choose(logits(0, 12), MoeConfig(12, 3, 4, groups=groups, kept_groups=min(groups, 2)))
+    assert ids.shape == weights.shape == (0, 3)
+
+
 def filled(config, hidden=8, seed=1):
     experts = Experts(hidden, config, Mapping(), torch.float32)
     generator = torch.Generator().manual_seed(seed)
