@@ -35,7 +35,7 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
 
 def choices(args: argparse.Namespace) -> planner.Options:
     """What those options say."""
-    given = {field.name: getattr(args, field.name) for field in fields(planner.Options)}
+    given = {field.name: getattr(args, field.name) for field in fields(planner.Options) if hasattr(args, field.name)}
     return planner.Options(**given | {"defer_mlp_sum": args.defer_mlp_sum == "on"})
 
 

@@ -29,7 +29,6 @@ from spmd.collectives.moves import Junction, Move, Padding, RowMoves, alone, cha
 from spmd.collectives.overlap import made
 from spmd.memory.workspace import Workspace
 from spmd.topology.mapping import Mapping
-from spmd.topology.rows import rows_held
 from spmd.topology.stage import NONE
 
 CLASSES = (1, 4, 16, 64, 256, 1024, 4096, 16384)  # rows of a stage: a plan for batches up to each
@@ -74,12 +73,13 @@ class LayerCommunicator:
 
     Bound from the layer's plan; the calls decide nothing. x: rows [held here, hidden], or a Partial where a sum is
     owed; residual: rows in the layout that the plan keeps them in. Every rank of a stage calls the same junctions in
-    the same order, also with no rows. sizes: the rows that the MLP gets on the ranks that share its experts.
+    the same order, also with no rows. sizes: the rows that the MLP gets on the ranks that share its experts; latents:
+    those that attention gets on the ranks that attend together, None where they are the same.
     `hidden(residual)`, after prepare_attn: the finished hidden state that entered the layer, a copy, on every rank the
     rows of its attention group; all ranks call it or none.
     """
 
-    __slots__ = ("hidden", "postprocess_layer", "prepare_attn", "prepare_mlp", "sizes")
+    __slots__ = ("hidden", "latents", "postprocess_layer", "prepare_attn", "prepare_mlp", "sizes")
 
     def __init__(
         self, binder: Binder, layer: LayerPlan, norms: tuple[ResidualNorm, ResidualNorm], rows: tuple[int, ...]
@@ -91,9 +91,9 @@ class LayerCommunicator:
         self.prepare_attn = binder.bind(layer.prepare_attn, norms[0], rows)
         self.prepare_mlp = binder.bind(layer.prepare_mlp, norms[1], rows)
         self.postprocess_layer = binder.bind(layer.postprocess, None, rows)
-        members = binder.radix.group(binder.me, *binder.stage.axes.get("moe_ep", NONE))
-        takes = layer.states.mlp.layout  # blocks give their rows back where they got them
-        self.sizes = [rows_held(binder.radix, member, rows, takes, binder.radix) for member in members]
+        self.sizes = binder.sizes(rows, layer.states.mlp.layout, binder.stage.axes.get("moe_ep", NONE))
+        takes = layer.prepare_attn.states()[-1][0].layout
+        self.latents = None if takes == home else binder.sizes(rows, takes, takes - home)
 
 
 @dataclass

@@ -40,14 +40,15 @@ class Batch:
 class Options:
     """What is fixed beforehand. a2a: experts get their rows by dispatch and combine; dense_dp: dense MLPs are whole on
     every rank, which feeds it its own rows; defer_mlp_sum: the sum that an MLP leaves may be finished together with the
-    next norm; input_scattered: the embedding's sum too is still owed; attention gathers its own input then; padding: of
-    rows that move (`collectives.moves.Padding`)."""
+    next norm; input_scattered: the embedding's sum too is still owed, and latent attention (latent) takes rows cut over
+    attn_tp and gathers their latents itself; padding: of rows that move (`collectives.moves.Padding`)."""
 
     a2a: bool = False
     dense_dp: bool = False
     defer_mlp_sum: bool = True
     input_scattered: bool = False
     padding: str = "none"
+    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ def needs(stage: Stage, mapping: Mapping, kind: str, options: Options, cut: bool
     if kind == "attention":
         sequence = stage.of_axes("attn_cp") if ring else apart
         layout, owed = stage.of_axes("attn_dp") | (sequence if cut else NONE), stage.of_axes("attn_tp", "attn_cp")
-        return Block(layout, State(layout, owed - sequence))
+        inner = stage.of_axes("attn_tp") - sequence if options.latent and options.input_scattered else NONE
+        return Block(layout | inner, State(layout, owed - sequence))
     if kind == "dense":
         alone = Block(stage.every, State(stage.every), True)
         return alone if options.dense_dp else Block(rows, State(rows, stage.every - apart))
@@ -302,13 +304,14 @@ def plan(
     attention = needs(stage, mapping, "attention", options, batch.cut)
     blocks = [(attention, needs(stage, mapping, kind, options, batch.cut)) for kind in layers]
     owed = attention.leaves.partial & stage.of_axes("attn_tp")  # the embedding is cut over it
-    start = State(attention.takes, owed if options.input_scattered else NONE)
+    home = attention.leaves.layout
+    start = State(home, owed if options.input_scattered else NONE)
     end: Middle = "norm" if last else "add"
     if policy == "seed":
         from spmd.boundary.seed import stack as paths_of
     else:
         paths_of = stack
-    paths = paths_of(boundary, blocks, start, attention.takes, options, end)
+    paths = paths_of(boundary, blocks, start, home, options, end)
     # what comes before a norm finishes the block before it, but for a collective that the norm rides on
     ends = [path.split(_finished(path.steps) if i else 0) for i, path in enumerate(paths[::2])]
     made = [

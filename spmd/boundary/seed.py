@@ -21,7 +21,7 @@ def stack(
     paths: list[Path] = []
     state, residual = start, None
     for attention, block in blocks:
-        to_attention = _to_attention(boundary, state, goal, residual, "norm", options.defer_mlp_sum)
+        to_attention = _to_attention(boundary, state, attention.takes, residual, "norm", options.defer_mlp_sum)
         paths.append(Path(state, residual, to_attention))
         _, residual = paths[-1].states()[-1]
         paths.append(Path(attention.leaves, residual, _to_mlp(boundary, attention.leaves, block, residual)))

@@ -116,6 +116,11 @@ class RowMoves:
     def rows_here(self, rows: tuple[int, ...], held: Digits) -> int:
         return rows_held(self.radix, self.me, rows, held, self.radix)
 
+    def sizes(self, rows: tuple[int, ...], held: Digits, along: Digits) -> list[int]:
+        """The rows of this rank's group along some digits."""
+        members = self.radix.group(self.me, *along)
+        return [rows_held(self.radix, member, rows, held, self.radix) for member in members]
+
     def kept(self, rows: tuple[int, ...], held: Digits, cut: Digits) -> Callable[[torch.Tensor], torch.Tensor]:
         """A cut: the part of a rank's own rows that it keeps."""
         if not cut:

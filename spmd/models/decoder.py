@@ -120,6 +120,7 @@ class Decoder:
         if self.last:
             norms.append(self.norm.tail())
         options = self.options if self.first else replace(self.options, input_scattered=False)
+        options = replace(options, latent=isinstance(self.config.attention, LatentConfig))
         kinds = [layer.kind for layer in self.layers]
         hidden = self.config.hidden
         return StageCommunicator(self.mapping, kinds, norms, hidden, self.dtype, options, self.policy, self.costs)
@@ -161,7 +162,8 @@ class Decoder:
             x, residual = between.prepare_attn(x, residual)
             if hidden is not None:
                 hidden.append(between.hidden(residual))
-            x, residual = between.prepare_mlp(layer.attention(x, rotation, chunks, cache), residual)
+            latents = () if between.latents is None else (between.latents,)
+            x, residual = between.prepare_mlp(layer.attention(x, rotation, chunks, cache, *latents), residual)
             x, residual = between.postprocess_layer(layer.mlp(x, between.sizes), residual)
         x, residual = step.finish(x, residual)
         if not self.last:

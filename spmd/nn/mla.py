@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from spmd import context
+from spmd.collectives import gather
 from spmd.collectives.overlap import Partial
 from spmd.context.base import Chunk, SequenceCache
 from spmd.context.softmax import attend
@@ -158,14 +159,21 @@ class LatentAttention:
             if self.kv_a_proj.bias is not None:
                 self.kv_a_proj.bias[-rope:] = interleave(self.kv_a_proj.bias[-rope:], rope)
 
-    def project(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [T, heads, nope + rope] and cache rows [T, latent + rope], both rotated."""
-        c = self.config
+    def project(
+        self, x: torch.Tensor, rotation: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, heads, nope + rope] and cache rows [T, latent + rope], both rotated.
+
+        sizes: x is cut over the ranks that attend together, each with so many of the T rows: what is narrow is made of
+        them and gathered."""
+        c, narrow = self.config, x
         if self.q_a_proj is not None and self.q_a_norm is not None:
-            queries = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
-        else:
-            queries = self.q_b_proj(x)
-        queries, rows = queries.view(-1, len(self.heads), c.head_dim), self.kv_a_proj(x)
+            narrow = self.q_a_norm(self.q_a_proj(x))
+        rows = self.kv_a_proj(x)
+        if sizes is not None:
+            both = gather.all_gather(torch.cat([narrow, rows], 1), self.q_b_proj.group, dim=0, sizes=sizes)
+            narrow, rows = both.split([narrow.shape[1], rows.shape[1]], 1)
+        queries = self.q_b_proj(narrow.contiguous()).view(-1, len(self.heads), c.head_dim)
         latent = self.kv_a_norm(rows[:, : c.kv_lora_rank].contiguous())
         key = rotate(rows[:, None, c.kv_lora_rank :], rotation)[:, 0]
         turned = rotate(queries[..., c.qk_nope_head_dim :], rotation)
@@ -180,9 +188,17 @@ class LatentAttention:
         """Of the output heads, latents [T, H, latent] -> values [T, H, v]."""
         return torch.bmm(o.transpose(0, 1), self.up_v.mT).transpose(0, 1)
 
-    def forward(self, x: torch.Tensor, rotation: torch.Tensor, chunks: Sequence[Chunk], cache: Cache) -> Partial:
-        """Store the chunks' latents in the cache and attend over what it then holds; shapes: see the class."""
-        queries, rows = self.project(x, rotation)
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: torch.Tensor,
+        chunks: Sequence[Chunk],
+        cache: Cache,
+        sizes: Sequence[int] | None = None,
+    ) -> Partial:
+        """Store the chunks' latents in the cache and attend over what it then holds; shapes: see the class; sizes: see
+        `project`."""
+        queries, rows = self.project(x, rotation, sizes)
         if isinstance(cache, SequenceCache):
             assert self.context is not None
             o = self.finish(self.context.attend(self.absorb(queries), rows, self._heads, chunks, cache))

@@ -116,6 +116,26 @@ def test_options_of_a_plan_change_no_result(variant, policy, shared):
     compare("qwen3", size, 1, 5, options=VARIANTS[variant], policy=policy, attn_dp_size=2 if shared else 1)
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("policy", ["cost", "seed"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v2-noq", "deepseek_v3"])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_latents_of_scattered_inputs_equal_transformers(name, policy, shared):
+    """Projections down on 1/tp of the rows, and only what is narrow is gathered."""
+    size = mpi.world().size
+    layout = {"attn_dp_size": shared if size % shared == 0 else 1}
+    compare(name, size, 1, 5, options=Options(input_scattered=True), policy=policy, **layout)
+
+
+@pytest.mark.ranks(4)
+def test_latents_are_what_is_gathered():
+    """A prefill by the fixed choices: before attention, of 12 rows on 4 ranks, 3 rows of queries' and keys' latents."""
+    mapping = Mapping(4, mpi.world().rank, tp_size=4)
+    _, _, traced = prefill("deepseek_v2", mapping, [list(range(40, 52))], Options(input_scattered=True), "seed")
+    gathered = [nbytes for op, _, nbytes in traced if op == "all_gather"]
+    assert gathered.count(3 * (24 + 20 + 8) * 4) == 4  # once a layer
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("padding", ["max_len", "sum_len", "auto"])
 @pytest.mark.parametrize("policy", ["cost", "seed"])
