@@ -118,13 +118,3 @@ def held(context: Context | None, chunks: Sequence[Chunk]) -> Iterator[tuple[Chu
     for chunk in chunks:
         pieces = None if whole or context is None else context.pieces(chunk.length)
         yield chunk, [range(chunk.length)] if pieces is None else pieces
-
-
-def visible(positions: torch.Tensor, seen: torch.Tensor, window: int | None) -> torch.Tensor | None:
-    """bool [queries, keys]: whether a query sees a key, by their positions; None: all do."""
-    if not (len(positions) and len(seen)):
-        return None
-    if seen.max() <= positions.min() and (not window or seen.min() > positions.max() - window):
-        return None
-    mask = seen <= positions[:, None]
-    return mask & (positions[:, None] - seen < window) if window else mask

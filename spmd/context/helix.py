@@ -15,8 +15,8 @@ import torch
 from spmd.collectives import library
 from spmd.collectives.arguments import describe, refuse
 from spmd.collectives.cpu import DTYPES
-from spmd.context.base import Chunk, Heads, SequenceCache, visible
-from spmd.context.softmax import attend, combine
+from spmd.context.base import Chunk, Heads, SequenceCache
+from spmd.context.softmax import attend_at, combine, visible
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.errors import InputError
@@ -76,10 +76,9 @@ class Helix:
         self, queries: torch.Tensor, heads: Heads, positions: torch.Tensor, rows: torch.Tensor, seen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of one chunk: o [L, H, dv] over what is kept here, and stats [L, H, 2]; nothing kept: 0, -inf and 0."""
-        mask = visible(positions, seen, heads.window)
-        if len(queries) == 1 and mask is None and len(rows):
+        if len(queries) == 1 and len(rows) and visible(positions, seen, heads.window) is None:
             return heads.attend_one(queries, rows)
-        o, lse = attend(queries, *heads.keys_values(rows), heads.scale, mask)
+        o, lse = attend_at(queries, positions, *heads.keys_values(rows), seen, heads.scale, heads.window)
         return o, torch.stack([lse, (~lse.isneginf()).float()], -1)
 
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 
 from spmd._cpu import monotonic_ns
 from spmd.collectives import gather
-from spmd.context.base import Chunk, Heads, SequenceCache, cut, visible
-from spmd.context.softmax import Sum, attend, combine
+from spmd.context.base import Chunk, Heads, SequenceCache, cut
+from spmd.context.softmax import Sum, attend, attend_at, combine, visible
 from spmd.control import mpi
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
@@ -60,11 +59,11 @@ class Ring:
             mine = positions % self.size == self.rank
             cache.append(chunk.slot, rows[here][mine], positions[mine], chunk.start)
             kept, seen = cache[chunk.slot]
-            mask = visible(positions, seen, heads.window)
-            if mask is None and len(kept):
+            if len(kept) and visible(positions, seen, heads.window) is None:
                 parts.append(heads.attend_one(queries[here], kept))
                 continue
-            o, lse = attend(queries[here], *heads.keys_values(kept), heads.scale, mask)
+            keys, values = heads.keys_values(kept)
+            o, lse = attend_at(queries[here], positions, keys, values, seen, heads.scale, heads.window)
             parts.append((o, torch.stack([lse, (~lse.isneginf()).float()], -1)))
         o, stats = (torch.cat(part) for part in zip(*parts, strict=True))
         return combine(*(gather.all_gather(part.unsqueeze(0), self.group, dim=0) for part in (o, stats)))
@@ -85,25 +84,30 @@ class Ring:
         return torch.cat(outs) if len(outs) > 2 else outs[-1]
 
     def _tiles(self, length: int, rank: int) -> list[range]:
-        """A rank's part of a sequence as tiles of positions."""
+        """A rank's part of a sequence as tiles of positions, in the order in which they go round: odd ranks begin with
+        their later piece, so that in every round all have about as much to do."""
+        pieces = self._pieces(length, rank)
         return [
             range(first, min(first + TILE, piece.stop))
-            for piece in self._pieces(length, rank)
+            for piece in (pieces[::-1] if rank % 2 else pieces)
             for first in range(piece.start, piece.stop, TILE)
         ]
 
     def _sequence(self, queries: torch.Tensor, rows: torch.Tensor, heads: Heads, length: int) -> torch.Tensor:
         """Attention of this rank's part of one new sequence over all of it."""
         total = Sum(len(queries), heads.count, heads.value_width)
-        tiles = [self._tiles(length, rank) for rank in range(self.size)]
-        own, at = tiles[self.rank], list(accumulate(map(len, tiles[self.rank]), initial=0))
+        tiles, (early, late) = [self._tiles(length, rank) for rank in range(self.size)], self._pieces(length, self.rank)
+        own = []  # with where their rows are
+        for tile in tiles[self.rank]:
+            first = tile.start - early.start if tile.start in early else len(early) + tile.start - late.start
+            own.append((tile, slice(first, first + len(tile))))
         for turn in range(max(map(len, tiles))):
-            part = rows[at[turn] : at[turn + 1]] if turn < len(own) else rows[:0]
+            part = rows[own[turn][1]] if turn < len(own) else rows[:0]
             for tile, visiting in self._round(part, [of[turn] if turn < len(of) else range(0) for of in tiles]):
                 if tile:
                     keys, values = heads.keys_values(visiting)
-                    for some, first, end in zip(own, at, at[1:], strict=False):
-                        self._meet(total, slice(first, end), queries[first:end], some, keys, values, tile, heads)
+                    for some, where in own:
+                        self._meet(total, where, queries[where], some, keys, values, tile, heads)
         return total.o.to(queries.dtype)
 
     def _meet(
@@ -123,8 +127,8 @@ class Ring:
         if tile == some and not (heads.window and len(tile) > heads.window):
             total.add(where, *attend(queries, keys, values, heads.scale, causal=True))
             return
-        mask = visible(torch.arange(some.start, some.stop), torch.arange(tile.start, tile.stop), heads.window)
-        total.add(where, *attend(queries, keys, values, heads.scale, mask))
+        at, seen = torch.arange(some.start, some.stop), torch.arange(tile.start, tile.stop)
+        total.add(where, *attend_at(queries, at, keys, values, seen, heads.scale, heads.window))
 
     def _round(self, part: torch.Tensor, tiles: Sequence[range]) -> Iterator[tuple[range, torch.Tensor]]:
         """One tile of every rank: this rank's `part` first, then those of the ranks before it as they come round."""

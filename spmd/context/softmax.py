@@ -24,13 +24,6 @@ def attend(
     """
     if not (len(queries) and len(keys)):
         return queries.new_zeros(*queries.shape[:2], values.shape[2]), _unseen(queries)
-    if mask is not None and mask.numel() > _MASK:
-        step = max(_MASK // mask.shape[1], 1)
-        parts = [
-            attend(rows, keys, values, scale, seen)
-            for rows, seen in zip(queries.split(step), mask.split(step), strict=True)
-        ]
-        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     q, k = queries.transpose(0, 1)[None], keys.transpose(0, 1)[None]
     v = F.pad(values, (0, keys.shape[2] - values.shape[2])).transpose(0, 1)[None]
     seen = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
@@ -42,6 +35,35 @@ def attend(
         blind = ~mask.any(1)
         o, lse = o.masked_fill(blind[:, None, None], 0.0), lse.masked_fill(blind[:, None], float("-inf"))
     return o, lse
+
+
+def attend_at(
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attend`, queries at `positions` int64 [L] over keys at `seen` int64 [n]: what is not ahead, nor further back
+    than the window. Masks are made for a few rows at a time."""
+    step = max(_MASK // max(len(seen), 1), 1)
+    parts = [
+        attend(rows, keys, values, scale, visible(at, seen, window))
+        for rows, at in zip(queries.split(step), positions.split(step), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else (torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts]))
+
+
+def visible(positions: torch.Tensor, seen: torch.Tensor, window: int | None) -> torch.Tensor | None:
+    """bool [queries, keys]: whether a query sees a key, by their positions; None: all do."""
+    if not (len(positions) and len(seen)):
+        return None
+    if seen.max() <= positions.min() and (not window or seen.min() > positions.max() - window):
+        return None
+    mask = seen <= positions[:, None]
+    return mask & (positions[:, None] - seen < window) if window else mask
 
 
 def _unseen(queries: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 
 from spmd.collectives import gather
-from spmd.context.base import Chunk, Heads, SequenceCache, cut, visible
-from spmd.context.softmax import attend
+from spmd.context.base import Chunk, Heads, SequenceCache, cut
+from spmd.context.softmax import attend, attend_at, visible
 from spmd.control.distributed import Distributed
 from spmd.control.mpi import Group
 from spmd.errors import InputError
@@ -118,8 +118,8 @@ def one(
     queries: torch.Tensor, rows: torch.Tensor, seen: torch.Tensor, heads: Heads, positions: torch.Tensor
 ) -> torch.Tensor:
     """Attention of one chunk over all that its sequence has: [L, heads, value_width]."""
-    mask = visible(positions, seen, heads.window)
-    if len(queries) == 1 and mask is None:
+    if len(queries) == 1 and visible(positions, seen, heads.window) is None:
         return heads.attend_one(queries, rows)[0]
-    causal = len(queries) == len(rows) and not (heads.window and len(rows) > heads.window)
-    return attend(queries, *heads.keys_values(rows), heads.scale, None if causal else mask, causal)[0]
+    if len(queries) == len(rows) and not (heads.window and len(rows) > heads.window):
+        return attend(queries, *heads.keys_values(rows), heads.scale, causal=True)[0]
+    return attend_at(queries, positions, *heads.keys_values(rows), seen, heads.scale, heads.window)[0]
