@@ -79,7 +79,7 @@ def says(line: str, *words: object) -> None:
         ("--pp 0", ["--pp", "got 0"]),
         ("--cp 0", ["--cp", "got 0"]),
         ("--cp 2", ["cp 2", "1 launched", "mpirun -np 2"]),
-        ("--cp-type spiral", ["SPIRAL", "ULYSSES", "RING", "HELIX"]),
+        ("--cp-type spiral", ["unknown cp_type 'spiral': it is one of ULYSSES, RING, HELIX"]),
         ("--kv-block 8", ["--kv-block 8", "--cp-type helix", "ulysses"]),
         ("--cp-type helix --kv-block 0", ["--kv-block", "at least 1", "0"]),
         ("--tp two", ["--tp", "two"]),

@@ -15,21 +15,33 @@ from spmd.topology.stage import NONE
 WIDTH, MODULUS = 2, 1009
 
 
-def fine_rows(stage, counts):
-    """Rows of the finest blocks: the requests of a group that attends together, cut evenly."""
-    owners = stage.axes["attn_dp"]
-    k = stage.digits.size // stage.span(owners)
-    return [(i + 1) * n // k - i * n // k for n in counts for i in range(k)]
+def fine_rows(radix, held, counts):
+    """Rows of the finest blocks: ranks that agree along `held` have the same rows, which are cut evenly among them."""
+    cells = {}
+    for block in range(radix.size):
+        cells.setdefault(tuple(radix.coordinate(block, d) for d in radix.sizes if d in held), []).append(block)
+    rows = [0] * radix.size
+    for cell, n in zip(sorted(cells), counts, strict=True):
+        for i, block in enumerate(cells[cell]):
+            k = len(cells[cell])
+            rows[block] = (i + 1) * n // k - i * n // k
+    return rows
 
 
 class Simulation:
     def __init__(self, plan, counts, options, seed=0):
-        self.plan, self.stage, self.options = plan, plan.stage, options
-        self.radix, self.rows = plan.stage.digits, fine_rows(plan.stage, counts)
+        """counts: rows of the ranks whose rows attention leaves apart, by the digits along which it does."""
+        self.plan, self.stage, self.options, self.radix = plan, plan.stage, options, plan.stage.digits
+        self.attention = self.needs("attention")
+        self.home = self.attention.leaves.layout
+        self.rows = fine_rows(self.radix, self.home, counts)
         self.ranks, self.rng = range(plan.stage.digits.size), np.random.default_rng(seed)
         ends = np.cumsum([0, *self.rows])
         self.ids = [np.arange(ends[b], ends[b + 1]) for b in range(len(self.rows))]
         self.total = int(ends[-1])
+
+    def needs(self, kind):
+        return needs(self.stage, self.plan.mapping, kind, self.options, self.plan.batch.cut)
 
     def held(self, rank, layout):
         """Numbers of the rows that a rank holds in a layout."""
@@ -98,8 +110,7 @@ class Simulation:
 
     def run(self):
         """The whole stack."""
-        plan, stage, mapping = self.plan, self.stage, self.plan.mapping
-        attention = needs(stage, mapping, "attention", self.options)
+        plan, attention = self.plan, self.attention
         x = self.rng.integers(0, 100, (self.total, WIDTH))
         true, data, state, residual, where = np.zeros_like(x), self.give(x, plan.start), plan.start, None, None
         for index, layer in enumerate(plan.layers):
@@ -110,7 +121,7 @@ class Simulation:
                 if name == "postprocess":
                     assert state == layer.states.layer_output
                     continue
-                block = attention if name == "prepare_attn" else needs(stage, mapping, layer.kind, self.options)
+                block = attention if name == "prepare_attn" else self.needs(layer.kind)
                 true = true + x
                 x = norm(true)
                 assert state == (block.takes, NONE)
@@ -124,8 +135,8 @@ class Simulation:
         data, state, residual, where = self.run_path(plan.finish, data, state, residual, where)
         true = true + x
         last = any(step.op == "norm" for step in plan.finish.steps)
-        assert state == (attention.takes, NONE)
-        self.expect(norm(true) if last else true, data, attention.takes)
+        assert state == (self.home, NONE)
+        self.expect(norm(true) if last else true, data, self.home)
 
 
 def norm(x):

@@ -4,14 +4,18 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise, product
+from math import prod
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd.boundary.layout import ScatterMode, State, Step, moves, subsets
 from spmd.boundary.plan import Batch, Boundary, Options, Path, needs, plan, stack
 from spmd.collectives.costs import Costs
+from spmd.collectives.moves import RowMoves
 from spmd.errors import InputError
 from spmd.topology.mapping import Mapping
 from spmd.topology.stage import NONE, Stage
@@ -22,75 +26,134 @@ def divisors(n):
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+WAYS = [("ULYSSES", False), ("ULYSSES", True), ("RING", False), ("RING", True), ("HELIX", False)]  # and what is cut
+
+
+def splits(n, parts):
+    """Every way to write n as a product of so many sizes."""
+    if parts == 1:
+        return [(n,)]
+    return [(first, *rest) for first in divisors(n) for rest in splits(n // first, parts - 1)]
+
+
+def mapping_of(tp, cp, cp_type, attention, experts, pp=1):
+    """attention: sizes of attn_dp, attn_tp, attn_cp; experts: of moe_tp, moe_cluster, moe_ep."""
+    sizes = dict(zip(("attn_dp_size", "attn_tp_size", "attn_cp_size"), attention, strict=True))
+    sizes |= dict(zip(("moe_tp_size", "moe_cluster_size", "moe_ep_size"), experts, strict=True))
+    config = {"cp_config": {"cp_type": cp_type}, "cp_size": cp}
+    return Mapping(pp * tp * cp, 0, pp_size=pp, tp_size=tp, **config, **sizes)
+
+
+def attentions(tp, cp, cp_type):
+    """The sizes of attn_dp, attn_tp and attn_cp that such a mapping can have."""
+    sizes = [of for of in splits(tp * cp, 3) if tp % of[0] == 0]
+    if cp_type == "ULYSSES":
+        return [of for of in sizes if of[2] == 1 and (of[0] == 1 or cp == 1)]
+    return sizes
+
+
+def refined(*views):
+    """Whether the boundaries of some views (sizes, slowest first) divide each other."""
+    cuts = sorted({prod(view[at:]) for view in views for at in range(len(view))})
+    return all(high % low == 0 for low, high in pairwise(cuts))
+
+
+def planned(mapping, kinds, options):
+    """Whether there is a plan: model and attention view fit, and the experts' where it is asked for."""
+    m = mapping
+    views = [(m.tp_size, m.cp_size), (m.attn_dp_size, m.attn_tp_size, m.attn_cp_size)]
+    if "moe" in kinds and (options.a2a or m.moe_cluster_size > 1):
+        helix = m.cp_type == "HELIX"
+        views.append((m.moe_tp_size, m.moe_cluster_size, m.moe_ep_size, *(() if helix else (m.cp_size,))))
+    return refined(*views)
+
+
 @st.composite
 def layouts(draw):
-    """A legal mapping of up to 12 ranks, with kinds of layers, options and rows for every attention group."""
+    """A legal mapping of up to 12 ranks, whether sequences come cut, kinds of layers and options."""
     world = draw(st.integers(1, 12))
     pp = draw(st.sampled_from(divisors(world)))
-    tp = world // pp
-    attn_dp = draw(st.sampled_from(divisors(tp)))
-    moe_tp = draw(st.sampled_from(divisors(tp)))
-    cluster = draw(st.sampled_from(divisors(tp // moe_tp)))
-    sizes = {"moe_tp_size": moe_tp, "moe_cluster_size": cluster, "moe_ep_size": tp // moe_tp // cluster}
-    mapping = Mapping(world, 0, tp_size=tp, pp_size=pp, attn_dp_size=attn_dp, **sizes)
+    tp, cp = draw(st.sampled_from(splits(world // pp, 2)))
+    cp_type, cut = draw(st.sampled_from(WAYS))
+    attention = draw(st.sampled_from(attentions(tp, cp, cp_type)))
+    experts = draw(st.sampled_from(splits(tp * cp if cp_type == "HELIX" else tp, 3)))
     kinds = draw(st.lists(st.sampled_from(["dense", "moe"]), min_size=0, max_size=4))
-    flags = {name: draw(st.booleans()) for name in ("a2a", "dense_dp", "defer_mlp_sum", "input_scattered")}
-    counts = draw(st.lists(st.sampled_from([0, 1, 2, 5, 7, 12]), min_size=attn_dp, max_size=attn_dp))
-    return mapping, kinds, Options(**flags), counts
+    flags = {name: draw(st.booleans()) for name in ("a2a", "dense_dp", "defer_mlp_sum", "input_scattered", "latent")}
+    return mapping_of(tp, cp, cp_type, attention, experts, pp), cut, kinds, Options(**flags)
 
 
-@settings(max_examples=300, deadline=None)
-@given(layouts(), st.integers(0, 3), st.booleans(), st.sampled_from(["cost", "seed"]))
-def test_every_plan_gives_the_truth(given_layout, size, last, policy):
-    mapping, kinds, options, counts = given_layout
-    batch = Batch(10 ** (2 * size), 1000)
-    try:
-        made = plan(mapping, kinds, batch, options=options, policy=policy, last=last)
-    except InputError as error:
-        assert "refinement" in str(error)
-        assert options.a2a or mapping.moe_cluster_size > 1
+COUNTS = st.sampled_from([0, 1, 2, 5, 7, 12])
+
+
+@settings(max_examples=400, deadline=None)
+@given(layouts(), st.integers(0, 3), st.booleans(), st.sampled_from(["cost", "seed"]), st.data())
+def test_every_plan_gives_the_truth(given_layout, size, last, policy, data):
+    mapping, cut, kinds, options = given_layout
+    batch = Batch(10 ** (2 * size), 1000, cut)
+    if not planned(mapping, kinds, options):
+        with pytest.raises(InputError, match="refinement"):
+            plan(mapping, kinds, batch, options=options, policy=policy, last=last)
         return
-    Simulation(made, counts, options).run()
+    made = plan(mapping, kinds, batch, options=options, policy=policy, last=last)
+    cells = made.stage.span(needs(made.stage, mapping, "attention", options, cut).leaves.layout)
+    Simulation(made, data.draw(st.lists(COUNTS, min_size=cells, max_size=cells)), options).run()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(layouts(), st.integers(0, 6), st.booleans())
 def test_the_cheapest_is_never_dearer_than_the_fixed_one(given_layout, size, last):
-    mapping, kinds, options, _ = given_layout
-    batch = Batch(10**size, 1000)
-    try:
+    mapping, cut, kinds, options = given_layout
+    if planned(mapping, kinds, options):
+        batch = Batch(10**size, 1000, cut)
         cheap, fixed = (plan(mapping, kinds, batch, None, options, policy, last=last) for policy in ("cost", "seed"))
-    except InputError:
-        return
-    assert cheap.cost <= fixed.cost * (1 + 1e-9)
+        assert cheap.cost <= fixed.cost * (1 + 1e-9)
 
 
-def all_layouts(largest):
-    """Every legal mapping of up to so many ranks of one stage; more stages are the same plan."""
-    for tp in range(1, largest + 1):
-        for attn_dp in divisors(tp):
-            for moe_tp in divisors(tp):
-                for cluster in divisors(tp // moe_tp):
-                    sizes = {"moe_tp_size": moe_tp, "moe_cluster_size": cluster, "moe_ep_size": tp // moe_tp // cluster}
-                    yield Mapping(tp, 0, tp_size=tp, attn_dp_size=attn_dp, **sizes)
+def all_layouts(largest, options):
+    """(mapping, cut, cells of attention's rows) of up to so many ranks of one stage, all that ask for different plans;
+    more stages are the same plan."""
+    known = set()
+    for ranks in range(1, largest + 1):
+        for (tp, cp), (cp_type, cut) in product(splits(ranks, 2), WAYS):
+            experts = splits(ranks if cp_type == "HELIX" else tp, 3)
+            for sizes in product(attentions(tp, cp, cp_type), experts):
+                mapping = mapping_of(tp, cp, cp_type, *sizes)
+                if not planned(mapping, ["dense", "moe"], options):
+                    continue
+                try:
+                    stage = Stage.of(mapping)
+                except InputError:
+                    stage = Stage.of(mapping, experts=False)
+                asked = [needs(stage, mapping, kind, options, cut) for kind in ("attention", "dense", "moe")]
+                key = (tuple(stage.digits.sizes.items()), *asked)
+                if key not in known:
+                    known.add(key)
+                    yield mapping, cut, stage.span(asked[0].leaves.layout)
 
 
 @pytest.mark.parametrize("policy", ["cost", "seed"])
 @pytest.mark.parametrize("a2a", [False, True])
 def test_every_layout_of_up_to_twelve_ranks(policy, a2a):
-    """One mixed stack on each, with uneven groups and empty ones."""
-    planned, options = 0, Options(a2a=a2a)
-    for mapping in all_layouts(12):
-        counts = [(7 * group) % 5 for group in range(mapping.attn_dp_size)]
-        batch = Batch((4, 4096)[planned % 2], 4096)
-        try:
-            made = plan(mapping, ["dense", "moe", "moe", "dense"], batch, None, options, policy)
-        except InputError as error:
-            assert "refinement" in str(error)
+    """One mixed stack on each, with uneven cells and empty ones; of more than 8 ranks on every fifth."""
+    options, made = Options(a2a=a2a), 0
+    for number, (mapping, cut, cells) in enumerate(all_layouts(12, options)):
+        if mapping.world_size > 8 and number % 5 != 2 * a2a + (policy == "seed"):
             continue
-        Simulation(made, counts, options, seed=planned).run()
-        planned += 1
-    assert planned > 150
+        counts = [(7 * cell + number) % 5 for cell in range(cells)]
+        batch = Batch((4, 4096)[made % 2], 4096, cut)
+        one = plan(mapping, ["dense", "moe", "moe", "dense"], batch, None, options, policy)
+        Simulation(one, counts, options, seed=number).run()
+        made += 1
+    assert made > 350
+
+
+def test_the_moves_of_ranks_number_their_rows_as_the_simulation_does():
+    for number, (mapping, cut, cells) in enumerate(all_layouts(8, Options())):
+        made = plan(mapping, ["dense"], Batch(8, 4096, cut))
+        counts = [(7 * cell + number) % 11 for cell in range(cells)]
+        simulation = Simulation(made, counts, Options())
+        between = RowMoves(mapping, made.stage, 1, torch.bfloat16)
+        assert list(between.rows_of(counts, simulation.home)) == simulation.rows
 
 
 def ops(path):
@@ -164,6 +227,94 @@ def test_an_eager_sum_is_finished_before_the_layer_ends():
             assert ops(layer.postprocess) == ([] if defer else ["all_reduce"])
 
 
+def helix_with_attention_dp():
+    """Eight ranks: four groups attend by twos; experts whole by twos, a fourth of them on every rank."""
+    sizes = {"moe_tp_size": 2, "moe_ep_size": 4, "enable_attention_dp": True}
+    return Mapping(8, 0, tp_size=4, cp_size=2, cp_config={"cp_type": "helix"}, **sizes)
+
+
+def test_helix_with_attention_dp_and_experts_by_the_fixed_choices():
+    made = plan(helix_with_attention_dp(), ["moe"] * 3, Batch(8, 8192), options=Options(a2a=True), policy="seed")
+    attn_cp, moe_tp, every = made.stage.axes["attn_cp"], made.stage.axes["moe_tp"], made.stage.every
+    home = made.stage.axes["attn_dp"]
+    for index, layer in enumerate(made.layers):
+        finish, norm, whole = layer.prepare_mlp.steps
+        assert (finish, whole) == (Step("reduce_scatter", attn_cp), Step("all_gather", gather=moe_tp))
+        # the first layer's residual is whole on both ranks of a group; afterwards it stays cut
+        assert norm == Step("norm", cut=NONE if index else attn_cp, rides=True)
+        assert layer.prepare_mlp.where == (every if index else home)
+        assert layer.states.middle_residual == every
+        assert layer.states.mlp == (every - moe_tp, moe_tp)
+        assert layer.postprocess.steps == ()
+        if not index:
+            assert layer.prepare_attn.steps == (Step("norm"),)
+    back = (Step("reduce_scatter", moe_tp), Step("norm", rides=True), Step("all_gather", gather=attn_cp))
+    assert [made.layers[1].prepare_attn.steps, made.layers[2].prepare_attn.steps, made.finish.steps] == [back] * 3
+
+
+def test_helix_with_attention_dp_and_experts_takes_one_exchange_where_latency_rules():
+    costs, options = Costs(latency=100.0), Options(a2a=True)
+    made = plan(helix_with_attention_dp(), ["moe"] * 3, Batch(4, 1152), costs, options)
+    attn_cp, moe_tp = made.stage.axes["attn_cp"], made.stage.axes["moe_tp"]
+    back = Step("exchange", moe_tp, gather=attn_cp, cut=moe_tp)
+    for index, layer in enumerate(made.layers):
+        there = Step("exchange", attn_cp, gather=moe_tp, cut=attn_cp)
+        assert [step for step in layer.prepare_mlp.steps if step.moves] == [there]
+        assert [step for step in layer.prepare_attn.steps if step.moves] == [back] * bool(index)
+    assert [step for step in made.finish.steps if step.moves] == [back]
+
+
+def test_helix_ranks_are_more_ranks_of_tensor_parallelism():
+    helix = Mapping(8, 0, tp_size=2, cp_size=4, cp_config={"cp_type": "helix"})
+    made = plan(helix, ["dense"] * 3, Batch(4, 8192), policy="seed")
+    for index, layer in enumerate(made.layers):
+        assert ops(layer.prepare_attn) == (["all_reduce", "norm"] if index else ["norm"])
+        assert ops(layer.prepare_mlp) == ["all_reduce", "norm"]
+        assert layer.states.attn == layer.states.mlp == (NONE, made.stage.every)
+    assert made.stage.span(made.stage.every) == 8
+
+
+@pytest.mark.parametrize("cp_type", ["ulysses", "ring"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_ranks_that_hold_other_tokens_only_meet_for_attention(cp_type, cut):
+    """Ring and Ulysses: no junction communicates over cp, be new sequences cut or later tokens on all ranks."""
+    for policy in ("seed", "cost"):
+        alone = Mapping(4, 0, cp_size=4, cp_config={"cp_type": cp_type})
+        made = plan(alone, ["dense"] * 3, Batch(64, 8192, cut), policy=policy)
+        assert not [step for step, _, _ in made.walk() if step.moves]
+        both = Mapping(8, 0, tp_size=2, cp_size=4, cp_config={"cp_type": cp_type})
+        made = plan(both, ["dense"] * 3, Batch(4, 8192, cut), policy=policy)
+        tp, cp = made.stage.axes["tp"], made.stage.axes["cp"]
+        assert {step.over | step.gather for step, _, _ in made.walk() if step.moves} == {tp}
+        assert {layer.states.attn for layer in made.layers} == {(cp if cut else NONE, tp)}
+
+
+@pytest.mark.parametrize(
+    ("cp_type", "cut", "sizes", "takes", "owed"),
+    [
+        ("helix", False, {}, [], ["tp", "cp"]),
+        ("helix", False, {"attn_dp_size": 4}, ["tp"], ["cp"]),
+        ("helix", False, {"attn_tp_size": 2, "attn_cp_size": 4}, [], ["tp", "cp"]),
+        ("ring", False, {}, [], ["tp"]),
+        ("ring", True, {}, ["cp"], ["tp"]),
+        ("ring", True, {"attn_dp_size": 2}, ["attn_dp", "cp"], ["attn_tp"]),
+        ("ring", True, {"attn_tp_size": 2, "attn_cp_size": 4}, ["attn_cp"], ["attn_tp"]),
+        ("ulysses", False, {}, [], ["tp"]),
+        ("ulysses", True, {}, ["cp"], ["tp"]),
+    ],
+)
+def test_needs_of_attention_under_context_parallelism(cp_type, cut, sizes, takes, owed):
+    """tp 4, cp 2: which ranks hold other rows than others do, and over whom the sum is owed."""
+    mapping = Mapping(8, 0, tp_size=4, cp_size=2, cp_config={"cp_type": cp_type}, **sizes)
+    stage = Stage.of(mapping)
+    block = needs(stage, mapping, "attention", Options(), cut)
+    assert block.takes == block.leaves.layout == stage.of_axes(*takes)
+    assert block.leaves.partial == stage.of_axes(*owed)
+    dense = needs(stage, mapping, "dense", Options(), cut)
+    assert dense.takes == dense.leaves.layout == stage.of_axes(*(["cp"] if cut else []))
+    assert dense.leaves.partial == stage.of_axes("tp", *(["cp"] if cp_type == "helix" else []))
+
+
 def test_one_rank_communicates_nothing():
     for policy in ("seed", "cost"):
         made = plan(Mapping(), ["dense", "moe"], Batch(8, 8192), policy=policy)
@@ -184,7 +335,10 @@ def test_views_without_a_refinement():
     [
         ({"policy": "best"}, "unknown policy 'best'"),
         ({"layers": ["sparse"]}, "unknown kind of layer 'sparse'"),
-        ({"mapping": Mapping(2, 0, cp_size=2)}, r"cp_size 2 \(ULYSSES\) has no plan"),
+        (
+            {"mapping": Mapping(6, 0, tp_size=2, cp_size=3, cp_config={"cp_type": "ring"}, attn_cp_size=2)},
+            r"the model and the attention view have no common refinement: 2 and 3",
+        ),
         ({"mapping": Mapping(2, 0, tp_size=2, dwdp_size=2), "layers": ["moe"]}, "dwdp_size 2 needs ranks that attend"),
     ],
 )

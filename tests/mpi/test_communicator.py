@@ -111,7 +111,8 @@ def test_steps_of_uneven_groups_and_of_none(padding, policy, monkeypatch):
     communicator = stage(mapping, ["dense"] * 2, Options(padding=padding), policy)
     part = lambda x: x / mapping.attn_tp_size, lambda x: x / mapping.tp_size
     for counts in ((3, 0), (0, 0), (0, 1), (7, 5), (12, 0), (1, 3), (5, 9), (0, 0)):
-        assert communicator.agree(counts[mapping.attn_dp_rank]) == (counts,)
+        mine = counts[mapping.attn_dp_rank]
+        assert communicator.agree(mine, mine) == (counts, counts, False)
         first = sum(counts[: mapping.attn_dp_rank])
         rows = torch.arange(first, first + counts[mapping.attn_dp_rank]).float()[:, None]
         x = torch.cat([rows + 1, -rows - 2] * (HIDDEN // 2), 1)
@@ -127,6 +128,20 @@ def test_steps_of_uneven_groups_and_of_none(padding, policy, monkeypatch):
         for _ in range(4):
             alone = alone + normed(alone)
         assert y.shape == x.shape and torch.allclose(y, normed(alone), atol=1e-5)
+    Distributed.get(mapping).close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("cp_type", ["ring", "helix"])
+def test_rows_are_agreed_on_for_every_rank_of_a_step_that_is_cut(cp_type):
+    """Two groups attend by twos. Rows of every rank where they differ inside a group, else of every group."""
+    rank = mpi.world().rank
+    mapping = Mapping(4, rank, tp_size=2, cp_size=2, cp_config={"cp_type": cp_type}, attn_dp_size=2)
+    communicator = stage(mapping, ["dense"])
+    assert communicator.agree((2, 2, 1, 1)[rank], (2, 2, 1, 1)[rank]) == ((2, 1), (2, 1), False)
+    if cp_type == "ring":  # the second group has nothing, and learns of it
+        cut = communicator.agree((3, 2, 0, 0)[rank], (1, 1, 0, 0)[rank], rank < 2)
+        assert cut == ((3, 2, 0, 0), (1, 0), True)
     Distributed.get(mapping).close()
 
 
