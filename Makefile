@@ -34,7 +34,7 @@ unit: $(STAMP) $(MODEL) tools
 
 mpi: $(STAMP) $(MODEL)
 	for n in $(RANKS); do $(BIN)/mpirun -np $$n $(PY) -m pytest -q --with-mpi tests/mpi || exit 1; done
-	$(BIN)/mpirun -np 6 $(PY) -m pytest -q --with-mpi tests/mpi/test_models.py
+	$(BIN)/mpirun -np 6 $(PY) -m pytest -q --with-mpi tests/mpi/test_models.py tests/mpi/test_context.py
 	for isa in $(ISAS); do SPMD_ISA=$$isa $(BIN)/mpirun -np 3 $(PY) -m pytest -q --with-mpi tests/mpi/test_allreduce.py || exit 1; done
 
 bench: $(STAMP) $(MODEL)

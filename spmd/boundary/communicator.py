@@ -28,7 +28,7 @@ from spmd.collectives.epilogue import ResidualNorm
 from spmd.collectives.moves import Junction, Move, Padding, RowMoves, alone, chained, norm, ridden
 from spmd.collectives.overlap import made
 from spmd.memory.workspace import Workspace
-from spmd.topology.mapping import Mapping
+from spmd.topology.mapping import CpType, Mapping
 from spmd.topology.stage import NONE
 
 CLASSES = (1, 4, 16, 64, 256, 1024, 4096, 16384)  # rows of a stage: a plan for batches up to each
@@ -127,7 +127,8 @@ class StageCommunicator:
         last = len(norms) % 2 == 1
         found: dict[tuple[object, ...], Plan] = {}
         self.plans: Dict[tuple[int, bool], Plan] = {}
-        for rows, cut in product(CLASSES, (False, True)):
+        cuts = mapping.cp_type != CpType.HELIX and max(mapping.cp_size, mapping.attn_cp_size) > 1
+        for rows, cut in product(CLASSES, (False, True) if cuts else (False,)):
             batch = Batch(rows, hidden * dtype.itemsize, cut)
             one = plan(mapping, kinds, batch, costs, options, policy, last=last)
             self.plans[rows, cut] = found.setdefault((one.layers, one.finish), one)

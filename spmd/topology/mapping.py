@@ -456,7 +456,8 @@ class Mapping:
         helix = self.cp_type == CpType.HELIX
         shards = self.attn_tp_size * (self.attn_cp_size if helix else 1)
         if num_heads < shards:
-            raise InputError(f"{num_heads} attention heads cannot be split over {shards} ranks: use a smaller tp")
+            cure = "a smaller tp or cp" if self.cp_size > 1 or self.attn_cp_size > 1 else "a smaller tp"
+            raise InputError(f"{num_heads} attention heads cannot be split over {shards} ranks: use {cure}")
         return split(num_heads, self.attn_tp_size, self.attn_tp_rank)
 
     def kv_heads(self, num_heads: int, num_kv_heads: int) -> range:

@@ -63,15 +63,16 @@ def compare(name, mapping, prompts=None, steps=oracle.MANY, options=None, policy
 
 NAMES = ["context-llama-8-2", "context-llama-9-3", "context-qwen3", "context-window", "context-deepseek_v2"]
 NAMES += ["context-deepseek_v3"]
-SIZES = {2: [(1, 1, 2)], 3: [(1, 1, 3)], 4: [(1, 1, 4), (2, 1, 2), (1, 2, 2)], 8: [(2, 1, 4), (2, 2, 2)]}  # tp, pp, cp
+SIZES = {2: [(1, 1, 2)], 3: [(1, 1, 3)], 4: [(1, 1, 4), (2, 1, 2), (1, 2, 2)]}  # tp, pp, cp
+SIZES |= {6: [(2, 1, 3), (1, 2, 3)], 8: [(2, 1, 4), (2, 2, 2)]}
 
 
-@pytest.mark.ranks(2, 3, 4, 8)
+@pytest.mark.ranks(2, 3, 4, 6, 8)
 @pytest.mark.parametrize("tp,pp,cp", SIZES.get(SIZE, []))
 @pytest.mark.parametrize("cp_type", ["helix", "ring", "ulysses"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_way_equals_transformers(name, cp_type, tp, pp, cp):
-    compare(name, mapping_of(cp_type, tp, pp, cp), steps=oracle.MANY if SIZE < 8 else 12)
+    compare(name, mapping_of(cp_type, tp, pp, cp), steps=oracle.MANY if SIZE < 6 else 12)
 
 
 RESPLIT = {4: [(1, 4, 2, 2)], 8: [(1, 8, 2, 4), (1, 8, 4, 2)]}  # tp, cp, attn_tp, attn_cp
