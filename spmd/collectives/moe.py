@@ -3,7 +3,7 @@ at the end of an expert layer (`MoEAllReduce`): weigh and add this rank's expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +37,6 @@ class MoEAllReduceParams(AllReduceParams):
     expanded_idx_to_permuted_idx: torch.Tensor | None = None
     shared_expert_output: torch.Tensor | None = None
     is_cutlass_min_latency: bool = True
-    _tail: tuple[tuple[object, ...], AllReduceParams] | None = field(default=None, repr=False, compare=False)
 
     def is_valid(self) -> bool:
         """Whether the tensors that the form needs are there."""
@@ -78,14 +77,16 @@ class MoEAllReduce(AllReduce):
             )
         lent = self.lend((len(total), x.shape[-1]), x.dtype)
         partial = finished(total, shared, x.dtype, lent)
-        fixed = (p.strategy, p.eps, p.enable_allreduce, p.norm_weight_offset)
-        if p._tail is None or p._tail[0] != fixed or p._tail[1].norm_weight is not p.norm_weight:
-            op = AllReduceFusionOp.MOE_FINALIZE_ALLREDUCE_RESIDUAL_RMS_NORM
-            tail = AllReduceParams(p.strategy, op, norm_weight=p.norm_weight, eps=p.eps)
-            tail.enable_allreduce, tail.norm_weight_offset = p.enable_allreduce, p.norm_weight_offset
-            p._tail = fixed, tail
-        p._tail[1].residual = p.residual
-        return super()._call(partial, p._tail[1], out=out)
+        tail = AllReduceParams(
+            p.strategy,
+            AllReduceFusionOp.MOE_FINALIZE_ALLREDUCE_RESIDUAL_RMS_NORM,
+            residual=p.residual,
+            norm_weight=p.norm_weight,
+            eps=p.eps,
+            enable_allreduce=p.enable_allreduce,
+            norm_weight_offset=p.norm_weight_offset,
+        )
+        return super()._call(partial, tail, out=out)
 
     def _check_form(self, x: torch.Tensor, p: MoEAllReduceParams) -> None:
         scale, index = p.expert_scale_factor, p.expanded_idx_to_permuted_idx

@@ -79,15 +79,14 @@ class Context(Protocol):
 
     heads: the query heads that a rank projects; output_heads: those whose product with o_proj is its own, of a sum that
     is owed over attn_tp, under HELIX over attn_cp as well. pieces(length): of a new sequence's tokens, those that this
-    rank (or another) projects; None: all of them, on every rank. kept_heads: the heads that read its cache;
-    capacity(n): the positions of a sequence of n that it keeps there. attend(...): queries [T, heads, d], rotated, and
+    rank (or another) projects; None: all of them, on every rank. capacity(n): the positions of a sequence of n that it
+    keeps. attend(...): queries [T, heads, d], rotated, and
     cache rows [T, ...] of the tokens on this rank, chunk after chunk: [T, output heads, value_width]. All ranks of a
     group call together. Errors: InputError for heads that do not cover the ranks.
     """
 
     heads: range
     output_heads: range
-    kept_heads: range
     size: int
     rank: int
 

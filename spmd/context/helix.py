@@ -38,7 +38,7 @@ class Helix:
         if type(self.block) is not int or self.block < 1:
             raise InputError(f"tokens_per_block must be a whole number above 0, but is {self.block!r}")
         self.by_library = bool(mapping.cp_config.get("use_nccl_for_alltoall", False))
-        self.heads = self.kept_heads = mapping.q_heads(num_heads)
+        self.heads = mapping.q_heads(num_heads)
         shards, first = mapping.attn_tp_size * self.size, mapping.attn_tp_rank * self.size
         parts = [split(num_heads, shards, first + rank) for rank in range(self.size)]
         self.output_heads = parts[self.rank]

@@ -33,7 +33,7 @@ class Ring:
 
     def __init__(self, mapping: Mapping, num_heads: int) -> None:
         self.mapping, self.size, self.rank = mapping, mapping.attn_cp_size, mapping.attn_cp_rank
-        self.heads = self.output_heads = self.kept_heads = mapping.q_heads(num_heads)
+        self.heads = self.output_heads = mapping.q_heads(num_heads)
 
     @cached_property
     def group(self) -> Group:

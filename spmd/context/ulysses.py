@@ -33,7 +33,7 @@ class Ulysses:
             raise InputError(
                 f"ULYSSES with attn_dp_size {mapping.attn_dp_size}: its ranks share their requests, use HELIX or RING"
             )
-        self.kept_heads = mapping.q_heads(num_heads)  # of the flat split over tp * cp
+        mapping.q_heads(num_heads)  # says so when there are too few for the flat split over tp * cp
         self.heads = self.output_heads = split(num_heads, mapping.tp_size, mapping.tp_rank)
         shards, first = mapping.tp_size * self.size, mapping.tp_rank * self.size
         parts = [split(num_heads, shards, first + r) for r in range(self.size)]

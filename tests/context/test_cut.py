@@ -224,9 +224,9 @@ def test_heads_are_shared_out_once(heads, tp, cp):
         assert [head for share in shared for head in share] == list(range(heads))
         assert {one.heads for one in way} == {one.heads for one in ranks("ring", tp=tp, cp=cp, heads=heads)}
     for one, share in zip(ranks("helix", tp=tp, cp=cp, heads=heads), shared, strict=True):
-        assert list(one.output_heads) == share and one.kept_heads == one.heads
+        assert list(one.output_heads) == share
     for one, share in zip(ranks("ulysses", tp=tp, cp=cp, heads=heads), shared, strict=True):
-        assert list(one.kept_heads) == share and one.output_heads == one.heads
+        assert one.output_heads == one.heads and set(share) <= set(one.heads)
 
 
 # ---------------------------------------------------------------------- what cannot be
